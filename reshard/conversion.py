@@ -1,0 +1,242 @@
+"""How is a checkpoint converted: opened, checked, planned, moved and committed?
+
+One function a verb. Everything that can be refused is refused before a byte is written; what is
+written goes into a staging folder and is renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from reshard.commit import Staging, check_target
+from reshard.coverage import check
+from reshard.dtypes import dtype as dtype_named
+from reshard.errors import RequestError, TargetError, UnsupportedError
+from reshard.execute import Options, Result, execute
+from reshard.format import Casts, Draft, Format, Loss, Request
+from reshard.layout import MASTER, PARAM, TensorKey
+from reshard.manifest import Manifest
+from reshard.plan import Plan
+from reshard.report import Report, report
+
+if TYPE_CHECKING:
+    from reshard.dtypes import DType
+
+Replicas = Literal["equal", "first"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of a conversion.
+
+    Parameters
+    ----------
+    format
+        Name of the target's format; ``None`` for the source's where that can be written, else
+        the native one.
+    from_world
+        What the caller believes the source's world size to be; checked.
+    world, stage
+        Of the target; ``None`` for the source's.
+    dtype, keep
+        Cast the weights to this type, except names that match one of these globs.
+    state, optimizer, max_shard_bytes, tag
+        See :class:`~reshard.format.Request`.
+    drop
+        Globs of losses that are accepted.
+    replicas
+        ``"equal"``: copies of one tensor are read and proved equal; ``"first"``: the first counts.
+    derived
+        Whether 16-bit weights are proved to be the rounding of their masters.
+    """
+
+    format: str | None = None
+    from_world: int | None = None
+    world: int | None = None
+    stage: int | None = None
+    dtype: str | None = None
+    keep: tuple[str, ...] = ()
+    state: str | None = None
+    optimizer: bool = False
+    max_shard_bytes: int | None = None
+    tag: str | None = None
+    drop: tuple[str, ...] = ()
+    replicas: Replicas = "equal"
+    derived: bool = True
+
+    def request(self) -> Request:
+        """The part that a format's writer is asked."""
+        cast: DType | None = None if self.dtype is None else dtype_named(self.dtype)
+        return Request(
+            world=self.world,
+            stage=self.stage,
+            casts=Casts(cast, self.keep),
+            state=self.state,
+            optimizer=self.optimizer,
+            max_shard_bytes=self.max_shard_bytes,
+            tag=self.tag,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A conversion that was checked and planned, and not begun."""
+
+    source: Manifest
+    target: Path
+    draft: Draft
+    plan: Plan
+    options: Options
+    report: Report = field(repr=False)
+
+    def run(self) -> Report:
+        """Move the bytes and commit.
+
+        Raises
+        ------
+        ReshardError
+            If anything is wrong; the target's path is untouched then.
+        """
+        begin = time.perf_counter()
+        _check_space(self.report, self.target)
+        staging = Staging(self.target, single_file=self.draft.single_file)
+        path = staging.begin()
+        try:
+            result: Result = execute(self.plan, path, self.options)
+            self.draft.finish(path, result)
+            staging.commit(sync=self.options.sync)
+        except BaseException:
+            staging.abandon()
+            raise
+        seconds = time.perf_counter() - begin
+        return replace(
+            self.report,
+            done=True,
+            seconds=seconds,
+            moved_bytes=result.nbytes,
+            regions_checked=result.regions_checked,
+        )
+
+
+def planned(
+    manifest: Manifest,
+    target: str | os.PathLike[str],
+    wanted: Wanted,
+    options: Options,
+    formats: Mapping[str, Format],
+) -> Job:
+    """Check and plan a conversion; nothing is written.
+
+    Parameters
+    ----------
+    manifest
+        The source.
+    target
+        Where the target will stand.
+    wanted, options
+        What is asked for, and how to move bytes.
+    formats
+        The formats that there are, by name.
+
+    Raises
+    ------
+    ReshardError
+        If the source is damaged, or what is wanted doesn't fit it, or the target exists.
+    """
+    place = Path(target)
+    check(manifest)
+    check_target(place)
+    _check_from(manifest, wanted)
+    draft = _draft(manifest, wanted, place, formats)
+    _check_losses(manifest, draft, wanted)
+    proofs = (*draft.proofs, *_derived(manifest, draft)) if wanted.derived else ()
+    plan = Plan(
+        manifest,
+        draft.manifest,
+        origin=draft.origin,
+        casts=draft.casts,
+        proofs=tuple(dict.fromkeys(proofs)) if options.verify else (),
+        replicas=wanted.replicas,
+    )
+    return Job(manifest, place, draft, plan, options, report(plan, draft, place, options))
+
+
+def _check_from(manifest: Manifest, wanted: Wanted) -> None:
+    world = manifest.layout.world
+    if wanted.from_world is not None and wanted.from_world != world:
+        raise RequestError(
+            f"was written by {world} rank(s), not by {wanted.from_world} as --from says",
+            where=manifest.root,
+            hint=f"leave --from out, or say --from {world} if this is the checkpoint you mean",
+        )
+
+
+def _draft(
+    manifest: Manifest, wanted: Wanted, target: Path, formats: Mapping[str, Format]
+) -> Draft:
+    request = wanted.request()
+    if wanted.format is not None:
+        chosen = formats.get(wanted.format)
+        known = ", ".join(n for n, f in formats.items() if f.writes)
+        if chosen is None:
+            raise RequestError(f"there is no format {wanted.format!r}", hint=f"writable: {known}")
+        if not chosen.writes:
+            raise UnsupportedError(
+                f"{chosen.name} can be read, but not written", hint=f"writable: {known}"
+            )
+        return chosen.draft(manifest, request, target)
+    own = formats.get(manifest.format)
+    if own is not None and own.writes and (own.sharded or request.world is None):
+        try:
+            return own.draft(manifest, request, target)
+        except UnsupportedError:
+            if own.name == "native":
+                raise
+    return formats["native"].draft(manifest, request, target)
+
+
+def _check_losses(manifest: Manifest, draft: Draft, wanted: Wanted) -> None:
+    lost = [loss for loss in draft.losses if not loss.harmless and not _matches(loss, wanted.drop)]
+    if lost:
+        lines = "\n".join(f"  {loss.what}: {loss.why}" for loss in lost[:20])
+        more = f"\n  and {len(lost) - 20} more" if len(lost) > 20 else ""
+        raise RequestError(
+            f"the target can't hold all of the checkpoint:\n{lines}{more}",
+            where=manifest.root,
+            hint="go on without them with --drop GLOB, or choose another --format",
+        )
+
+
+def _matches(loss: Loss, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(loss.what, glob) for glob in globs)
+
+
+def _derived(manifest: Manifest, draft: Draft) -> list[tuple[TensorKey, TensorKey]]:
+    """Weights that can be proved against the masters which the target is made of.
+
+    Where the source has recorded a digest of both, they are proved by that already.
+    """
+    pairs = []
+    made_of = dict.fromkeys(draft.origin.get(k, k) for k in draft.manifest.tensors)
+    for key in made_of:
+        name, state = key
+        weight = (name, PARAM)
+        recorded = {key, weight} <= manifest.digests.keys()
+        if state == MASTER and weight in manifest.tensors and not recorded:
+            pairs.append((weight, key))
+    return pairs
+
+
+def _check_space(planned: Report, target: Path) -> None:
+    if planned.disk_free is not None and planned.disk_needed > planned.disk_free:
+        raise TargetError(
+            f"the target needs {planned.disk_needed} bytes and {planned.disk_free} are free",
+            where=target,
+            hint="free some space, or choose a target on another disk; nothing was written",
+        )

@@ -1,0 +1,217 @@
+"""What will a conversion do, and what did it do?
+
+A :class:`Report` is made of a plan in closed form, before anything is read, and completed when
+the bytes have been moved. It is what ``plan`` prints, what ``--json`` gives, and what scripts get.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.execute import LEAST_MEMORY, Options
+from reshard.format import Draft
+from reshard.layout import FlatSpace, Layout
+from reshard.manifest import Manifest
+from reshard.plan import Plan
+from reshard.ruler import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a conversion.
+
+    Parameters
+    ----------
+    path, format
+        Where and what.
+    world, stage, mesh
+        Size of the shard axis, ZeRO stage, all axes.
+    tensors, nbytes
+        How many tensors (one a name and state), and their bytes.
+    files, file_bytes
+        How many files hold payload, and their sizes.
+    rank_bytes
+        (least, most) bytes of payload that a rank holds.
+    """
+
+    path: str
+    format: str
+    world: int
+    stage: int | None
+    mesh: dict[str, int]
+    tensors: int
+    nbytes: int
+    files: int
+    file_bytes: int
+    rank_bytes: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion does.
+
+    Parameters
+    ----------
+    source, target
+        Both sides.
+    moved, copied
+        Tensors that are cut in another way, and tensors whose cuts stay.
+    cast
+        Tensors whose element type changes.
+    padded
+        Bytes of padding in the target.
+    aliased
+        Tied names, which are stored once.
+    dropped
+        ``(what, why)`` of all that the target won't hold.
+    proved
+        Tensors that are read only to be compared.
+    peak_memory
+        A bound on anonymous memory over what the imports take, in bytes.
+    disk_needed, disk_free
+        Bytes of the target, and free where it will stand.
+    notes
+        What the reader wants to say.
+    done
+        Whether it has been done; the rest is set only then.
+    """
+
+    source: Side
+    target: Side
+    moved: int
+    copied: int
+    cast: int
+    padded: int
+    aliased: int
+    dropped: tuple[tuple[str, str], ...]
+    proved: int
+    peak_memory: int
+    disk_needed: int
+    disk_free: int | None
+    notes: tuple[str, ...] = ()
+    done: bool = False
+    seconds: float | None = None
+    moved_bytes: int | None = None
+    regions_checked: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+def report(plan: Plan, draft: Draft, target: Path, options: Options) -> Report:
+    """Say what a plan will do."""
+    moved, copied = _moved(plan)
+    goal = side(draft.manifest)
+    return Report(
+        source=side(plan.source),
+        target=goal,
+        moved=moved,
+        copied=copied,
+        cast=len(draft.casts),
+        padded=_padding(draft.manifest),
+        aliased=len(draft.manifest.aliases),
+        dropped=tuple((loss.what, loss.why) for loss in draft.losses),
+        proved=len(plan.derived) + len(plan.copies_of),
+        peak_memory=min(options.max_memory, LEAST_MEMORY + 4 * options.workers * options.step),
+        disk_needed=goal.file_bytes,
+        disk_free=free_space(target),
+        notes=tuple(f"{n.where}: {n.text}" for n in plan.source.notes),
+    )
+
+
+def free_space(target: Path) -> int | None:
+    """Bytes free where a target would be written."""
+    for folder in (target, *target.absolute().parents):
+        if folder.exists():
+            return shutil.disk_usage(folder).free
+    return None
+
+
+def side(manifest: Manifest) -> Side:
+    """Describe a checkpoint."""
+    layout = manifest.layout
+    return Side(
+        path=str(manifest.root),
+        format=manifest.format,
+        world=layout.world,
+        stage=layout.stage,
+        mesh=dict(layout.mesh),
+        tensors=len(manifest.tensors),
+        nbytes=sum(t.nbytes for t in manifest.tensors.values()),
+        files=len(manifest.files),
+        file_bytes=sum(f.nbytes for f in manifest.files),
+        rank_bytes=rank_bytes(layout),
+    )
+
+
+def rank_bytes(layout: Layout) -> tuple[int, int]:
+    """The least and the most bytes of payload that one rank of the mesh holds."""
+    places: dict[tuple[tuple[str, int], ...], Ints] = {}
+    common = np.zeros(layout.world, np.int64)
+    for space in layout.spaces:
+        held = _held(space, layout.world)
+        at = tuple(sorted((a, i) for a, i in space.coords.items() if a in ("pipeline", "tensor")))
+        if space.coords.get("replicate", 0):
+            continue
+        if at:
+            places[at] = places.get(at, np.zeros(layout.world, np.int64)) + held
+        else:
+            common += held
+    totals = [common + held for held in places.values()] or [common]
+    return min(int(t.min()) for t in totals), max(int(t.max()) for t in totals)
+
+
+def _held(space: FlatSpace, world: int) -> Ints:
+    """Bytes of a space that each index of the shard axis holds."""
+    width = sum(d.bits for d in space.states.values())
+    held = np.zeros(world, np.int64)
+    kept = space.kept() * width // 8
+    if space.shards == 1 and space.partition.world != 1:
+        return np.full(world, kept[0], np.int64)
+    ranks = space.shard_start + np.arange(len(kept)) * space.shard_step
+    held[ranks % world] += kept
+    return held
+
+
+def _moved(plan: Plan) -> tuple[int, int]:
+    """How many tensors are cut in another way, and how many stay as they were."""
+    moved: set[tuple[str, str]] = set()
+    everything = plan.target.tensors
+    for key, tensor in everything.items():
+        before = plan.source.tensors[plan.source_key(key)]
+        if [_cut(plan.target, p) for p in tensor.places] != [
+            _cut(plan.source, p) for p in before.places
+        ]:
+            moved.add(key)
+    return len(moved), len(everything) - len(moved)
+
+
+def _cut(manifest: Manifest, place: tuple[int, int]) -> tuple[object, ...]:
+    """What says how an entry is cut: equal for two entries that are cut alike."""
+    space = manifest.space(place[0])
+    ruler, entry = space.ruler, place[1]
+    size, phase, numel = (int(c[entry]) for c in (ruler.size, ruler.phase, ruler.numel))
+    skip, phase = divmod(phase, size)
+    first = space.rank(int(ruler.first[entry]) + skip)
+    one = phase + numel <= size
+    replicated = space.shards == 1
+    region = space.entries[entry].region
+    return (region, replicated, first, None if one else (size, phase, space.shard_step))
+
+
+def _padding(manifest: Manifest) -> int:
+    """Bytes of the target's shards that hold no element."""
+    total = 0
+    for space in manifest.layout.spaces:
+        for state, dtype in space.states.items():
+            store = manifest.stores[space.name, state]
+            chunks = getattr(store, "chunk", None)
+            if chunks is not None:
+                total += (chunks * len(store.files) - space.numel) * dtype.bits // 8
+    return total
