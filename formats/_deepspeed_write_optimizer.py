@@ -66,7 +66,7 @@ def _stage12(
         paddings.append(padding)
     found = {
         **_scaling(state),
-        "clip_grad": _clip_grad(state),
+        **_clip_grad(state),
         "base_optimizer_state": {
             "state": _states(state, numbered, sheet),
             "param_groups": _param_groups(state, flats, sheet),
@@ -107,10 +107,14 @@ def _scaling(state: State) -> dict[str, Any]:
     return scaling(state.engine, state.config, state.dtype.name)
 
 
-def _clip_grad(state: State) -> float:
-    """The norm to clip at: that of the file replaces the configuration's when it is loaded."""
-    found = state.engine.get("clip_grad", state.config.get("gradient_clipping", 0.0))
-    return found if isinstance(found, (int, float)) else 0.0
+def _clip_grad(state: State) -> dict[str, Any]:
+    """The norm to clip at, where it is known.
+
+    That of the file replaces the configuration's when it is loaded, so that a guess would change
+    the training; without it the resuming run's configuration counts.
+    """
+    found = state.engine.get("clip_grad", state.config.get("gradient_clipping"))
+    return {"clip_grad": found} if isinstance(found, (int, float)) else {}
 
 
 def _slices(flat: Flat, rank: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,17 @@ def test_native_there_and_back(fixtures_dir: Path, tmp_path: Path, name: str) ->
         returned = open_manifest(back)
         assert dict(returned.digests) == expected
         assert rest(returned) == rest(manifest)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_clipping_is_not_guessed(golden_dir: Path, tmp_path: Path, known: bool) -> None:
+    """The norm in a file replaces that of the resuming run: an unknown one is left out."""
+    source = open_manifest(golden_dir / "z3_p2_bf16_frozen_tied" / "ckpt")
+    engine = dict(source.objects["deepspeed"])
+    assert "clip_grad" not in engine, "stage 3 stores none"
+    if not known:
+        engine["config"] = {k: v for k, v in engine["config"].items() if "clipping" not in k}
+    changed = replace(source, objects={**source.objects, "deepspeed": engine})
+    convert(changed, tmp_path / "two", Wanted(world=3, stage=2), FAST)
+    found = open_manifest(tmp_path / "two").objects["deepspeed"]
+    assert found.get("clip_grad") == (1.0 if known else None)
