@@ -644,3 +644,17 @@ def test_no_moments_yet(fixtures_dir: Path, tmp_path: Path) -> None:
 def test_truth_is_there(fixtures_dir: Path) -> None:
     """The cases that are compared are among the real checkpoints."""
     assert set(CASES) <= set(real.cases(fixtures_dir))
+
+
+def test_large_values_of_each_rank(fixtures_dir: Path, tmp_path: Path) -> None:
+    source = open_manifest(fixtures_dir / "deepspeed" / STAGE3 / "ckpt")
+    big = [np.arange(30_000, dtype=np.float32) + r for r in range(2)]
+    source = _with(source, client={"big": big[0]}, per_rank={"client": {"big": big}})
+    _convert(source, tmp_path / "two", 2, 3)
+    stored = open_manifest(tmp_path / "two")
+    assert "client" in stored.states  # too large to be kept with the plain data
+    for world, stage in ((3, 3), (1, 3), (3, 2)):
+        draft = _convert(stored, tmp_path / f"{world}.{stage}", world, stage)
+        assert all(loss.harmless for loss in draft.losses)
+        for rank, model in enumerate(_models(_folder(tmp_path / f"{world}.{stage}"))):
+            assert torch.equal(model["big"], torch.from_numpy(big[rank % 2]))
