@@ -71,8 +71,4 @@ def consolidate(
         drop=drop,
         replicas=replicas,
     )
-    job = jobs.prepare(source, target, wanted, moving, output)
-    if dry_run:
-        jobs.show_plan(job, output)
-    else:
-        jobs.run(job, "consolidate", moving, output)
+    jobs.carry_out(source, target, wanted, moving, output, "consolidate", dry_run=dry_run)

@@ -122,8 +122,4 @@ def _run(
         drop=drop,
         replicas=replicas,
     )
-    job = jobs.prepare(source, target, wanted, moving, output)
-    if dry_run:
-        jobs.show_plan(job, output)
-    else:
-        jobs.run(job, verb, moving, output)
+    jobs.carry_out(source, target, wanted, moving, output, verb, dry_run=dry_run)

@@ -50,6 +50,24 @@ def warn_of_notes(notes: tuple[str, ...], output: Output) -> None:
         output.warn(f"and {len(notes) - most} more notes (--verbose shows them)")
 
 
+def carry_out(
+    source: str,
+    target: str,
+    wanted: Wanted,
+    moving: Moving,
+    output: Output,
+    verb: str,
+    *,
+    dry_run: bool,
+) -> None:
+    """Plan what is asked for, and do it or only show it."""
+    job = prepare(source, target, wanted, moving, output)
+    if dry_run:
+        show_plan(job, output)
+    else:
+        run(job, verb, moving, output)
+
+
 def run(job: Job, verb: str, moving: Moving, output: Output) -> None:
     """Carry a job out and say what was done."""
     try:

@@ -183,9 +183,6 @@ class Format(Protocol):
 WEIGHT_STATES = (MASTER, PARAM)
 """States that can be exported as the weights, best first."""
 
-MODEL_STATES = (PARAM, BUFFER)
-"""States that belong to the model, not to its optimizer."""
-
 
 def weights_state(source: Manifest, request: Request) -> str | None:
     """Which state is exported as the weights: the asked one, or the best that is there."""

@@ -9,7 +9,7 @@ and client tensors are replicated at all. The axes other than ``shard`` stay as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from reshard.box import Box
@@ -178,8 +178,3 @@ def _plain_space(plain: Joined, world: int, stage: int) -> FlatSpace:
 def _name(stem: str, coords: Mapping[str, int]) -> str:
     """A space's name: ``group0.pipeline1.tensor0``."""
     return ".".join([stem, *(f"{axis}{i}" for axis, i in sorted(coords.items()))])
-
-
-def entries_of(spaces: Iterable[FlatSpace], state: str) -> list[Entry]:
-    """Every entry of a state."""
-    return [e for s in spaces if state in s.states for e in s.entries]
