@@ -1,0 +1,382 @@
+"""When and how do gradients become slices?
+
+A gradient is taken where autograd has just finished it (the post-accumulate-grad hook: once a
+backward, however often the module ran), into the send buffer of its flat, and ``.grad`` is
+``None`` again. When a flat's gradients are there, and those of all flats before it in the order
+that all ranks share, its reduction starts, beside the backward. Send buffers go round; no whole
+gradient outlives a backward at stages 2 and 3.
+
+A flat starts without waiting for parameters that have never had a gradient, and without waiting
+at all where its unit didn't run. Should a gradient come all the same, it stays in ``.grad``, is
+**late**, and goes with the next backward or, at the latest, with the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from reshard.engine.counter import Counter
+from reshard.engine.holding import Holding
+from reshard.engine.inner import backward_number
+from reshard.errors import RequestError
+
+if TYPE_CHECKING:
+    from reshard.engine.transport import Pending, Transport
+
+IN_FLIGHT = 2
+"""Reductions that run at the same time. With the one that is being filled, three send buffers."""
+
+
+class Usage:
+    """How a unit was used since the last backward."""
+
+    __slots__ = ("ran", "tied")
+
+    def __init__(self, tied: bool) -> None:
+        self.ran = 0
+        self.tied = tied
+
+
+class Intake:
+    """The gradients of one flat on their way.
+
+    Parameters
+    ----------
+    holding
+        The flat's tensors.
+    usage
+        Of its unit.
+    dtype
+        The type that gradients are summed in.
+    whole
+        Whether the sum is kept whole (stages 0 and 1) or as this rank's slice.
+    """
+
+    __slots__ = (
+        "arrived",
+        "buffer",
+        "counter",
+        "dtype",
+        "ever",
+        "external",
+        "extra",
+        "held",
+        "holding",
+        "keep_whole",
+        "launched",
+        "missing",
+        "seen",
+        "skippable",
+        "usage",
+        "views",
+        "whole",
+    )  # fmt: skip
+
+    def __init__(self, holding: Holding, usage: Usage, dtype: torch.dtype, whole: bool) -> None:
+        self.holding, self.usage, self.dtype, self.keep_whole = holding, usage, dtype, whole
+        count = len(holding.parameters)
+        self.ever = bytearray(b"\1" * count)  # expected; until something is known, all
+        self.seen = bytearray(count)  # had a gradient in this step
+        self.skippable = self.external = False
+        self.counter = Counter()
+        self.extra: Tensor | None = None  # a sum that belongs to the next one
+        self.whole: Tensor | None = None
+        self.buffer: Tensor | None = None
+        self.views: list[Tensor] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.arrived = bytearray(len(self.ever))
+        self.missing = sum(self.ever)
+        self.launched = self.held = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether it needn't wait for more in this backward."""
+        if self.held:
+            return False
+        if self.missing == 0:
+            return True
+        idle = self.skippable and not self.external and not self.usage.ran
+        return idle and not any(self.arrived)
+
+    def learn(self, first: bool) -> None:
+        """A backward ends: remember what to wait for."""
+        if any(self.arrived):
+            self.external |= not self.usage.ran
+            if first:
+                self.ever = bytearray(len(self.ever))
+            self.ever = bytearray(a | b for a, b in zip(self.ever, self.arrived, strict=True))
+        elif not self.usage.ran:
+            self.skippable = True
+        elif first:
+            self.ever = bytearray(len(self.ever))
+
+    def out(self) -> Tensor:
+        """Where the next sum of this rank's run goes."""
+        holding = self.holding
+        device = holding.whole.device
+        if self.keep_whole and self.whole is None:
+            self.whole = torch.empty(holding.bounds[-1], dtype=self.dtype, device=device)
+            return self.whole[holding.low : holding.high]
+        return torch.empty(holding.high - holding.low, dtype=self.dtype, device=device)
+
+    def add(self, total: Tensor, *, partial: bool) -> None:
+        """Take a sum over ranks: a micro-batch's, or only a part of it."""
+        if self.extra is not None:
+            total, self.extra = self.extra.add_(total), None
+        if partial:
+            self.extra = total
+        else:
+            self.counter.push(total)
+
+    def total(self) -> Tensor:
+        """The sum over the step in this rank's run; the intake is empty afterwards."""
+        total = self.extra if not len(self.counter) else self.counter.total()
+        assert total is not None, self.holding.flat.name
+        if self.extra is not None and total is not self.extra:
+            total.add_(self.extra)
+        self.extra = None
+        return total
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.counter, self.extra, self.whole, self.buffer = Counter(), None, None, None
+        self.views = []
+        self.seen = bytearray(len(self.seen))
+
+
+class _Flight(NamedTuple):
+    intake: Intake
+    pending: Pending
+    out: Tensor
+
+
+class Reducer:
+    """All gradients of a rank.
+
+    Parameters
+    ----------
+    intakes
+        One a trained flat, in the order in which reductions start: the same on all ranks.
+    transport
+        The group over which slices lie.
+    combine
+        Sums a slice, in place, over the groups that hold copies; ``None`` without copies.
+    """
+
+    def __init__(
+        self,
+        intakes: Sequence[Intake],
+        transport: Transport,
+        combine: Callable[[Tensor, str], None] | None,
+    ) -> None:
+        self.intakes = tuple(intakes)
+        self.order = list(intakes)
+        self.transport, self.combine = transport, combine
+        self.finished: list[int] = []  # the order of this rank's first backward
+        self.backwards = 0
+        self.late: set[Intake] = set()
+        self.unsynced = False
+        self._state: str | None = None
+        self._outer: int | None = None
+        self._head = 0
+        self._flights: deque[_Flight] = deque()
+        self._pool: list[Tensor] = []
+        self._partial = False
+        for number, intake in enumerate(self.intakes):
+            for k, parameter in enumerate(intake.holding.parameters):
+                hooked: Any = parameter
+                hooked.register_post_accumulate_grad_hook(self._hook(number, intake, k))
+
+    # -- a backward ------------------------------------------------------------------------------
+
+    @property
+    def inside(self) -> bool:
+        """Whether a backward is under way."""
+        return self._state is not None
+
+    def begin(self, *, sync: bool, partial: bool = False) -> None:
+        """A backward begins; without ``sync`` gradients stay where they are."""
+        assert self._state is None, self._state
+        self._state, self._partial = "take" if sync else "leave", partial
+        self._head, self._outer = 0, None
+        for intake in self.intakes:
+            intake.begin()
+
+    def outermost(self, _: Any) -> None:
+        """A hook of the loss: tells a backward from those that checkpointing nests in it."""
+        self._outer = backward_number()
+
+    def end(self) -> None:
+        """A backward is through: whatever hasn't started starts, and all is waited for."""
+        if self._state == "take":
+            for intake in self.order[self._head :]:
+                self._take_rest(intake)
+                self._launch(intake)
+            self._head = len(self.order)
+            self._land(0)
+            self._pool.clear()
+            first = self.backwards == 0
+            for intake in self.intakes:
+                intake.learn(first)
+                intake.usage.ran = 0
+            self.backwards += 1
+            self.unsynced = False
+        else:
+            self.unsynced = True
+        self._state = None
+
+    def flush(self, intakes: Sequence[Intake]) -> None:
+        """Reduce what no backward took along: late gradients, and those kept by no_sync."""
+        self._partial = True
+        for intake in intakes:
+            intake.begin()
+            self._take_rest(intake)
+            self._launch(intake)
+        self._land(0)
+        self._pool.clear()
+        self.late.clear()
+        self.unsynced = False
+
+    def abandon(self) -> None:
+        """Forget a step that failed."""
+        self._state = None
+        self._flights.clear()
+        self._pool.clear()
+        self.clear()
+
+    def clear(self) -> None:
+        """A step is through."""
+        self.late.clear()
+        self.unsynced = False
+        for intake in self.intakes:
+            intake.clear()
+            for parameter in intake.holding.parameters:
+                parameter.grad = None
+
+    def agree(self, order: Sequence[int]) -> None:
+        """Start reductions in this order from now on."""
+        self.order = [self.intakes[number] for number in order]
+
+    # -- a gradient ------------------------------------------------------------------------------
+
+    def _hook(self, number: int, intake: Intake, k: int) -> Callable[[Parameter], None]:
+        def arrived(parameter: Parameter) -> None:
+            if self._state == "take":
+                self._take(intake, k, parameter)
+                if intake.ready and not intake.launched:
+                    if self.backwards == 0 and number not in self.finished:
+                        self.finished.append(number)
+                    self._advance()
+            elif self._state is None:
+                raise RequestError(
+                    "a backward reached the parameter past the engine",
+                    where=intake.holding.flat.entries[k].name,
+                    hint="call engine.backward(loss) instead of loss.backward()",
+                )
+
+        return arrived
+
+    def _take(self, intake: Intake, k: int, parameter: Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        intake.seen[k] = 1
+        if intake.launched:
+            self.late.add(intake)
+            return
+        if intake.buffer is None:
+            self._open(intake)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        view = intake.views[k]
+        with torch.no_grad():
+            if intake.arrived[k]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+                intake.arrived[k] = 1
+                intake.missing -= intake.ever[k]
+        parameter.grad = None
+        if backward_number() != self._outer:
+            intake.held |= intake.usage.tied or intake.usage.ran != 1
+
+    def _take_rest(self, intake: Intake) -> None:
+        self.late.discard(intake)
+        for k, parameter in enumerate(intake.holding.parameters):
+            if parameter.grad is not None:
+                self._outer = backward_number()
+                self._take(intake, k, parameter)
+
+    # -- a reduction -----------------------------------------------------------------------------
+
+    def _open(self, intake: Intake) -> None:
+        """Give an intake a send buffer, a used one if there is one."""
+        size, dtype = intake.holding.bounds[-1], intake.holding.dtype
+        fitting = [b for b in self._pool if b.numel() >= size and b.dtype == dtype]
+        if self._stays(intake):
+            best = intake.out()
+        elif fitting:
+            best = min(fitting, key=Tensor.numel)
+            self._pool = [b for b in self._pool if b is not best]
+        else:
+            best = torch.empty(size, dtype=dtype, device=intake.holding.whole.device)
+        intake.buffer = best
+        intake.views = intake.holding.views(best)
+
+    def _stays(self, intake: Intake) -> bool:
+        """Whether nothing is sent, so that what one rank takes is the sum already."""
+        return self.transport.size == 1 and intake.dtype == intake.holding.dtype
+
+    def _advance(self) -> None:
+        while self._head < len(self.order) and self.order[self._head].ready:
+            intake = self.order[self._head]
+            if len(self._flights) >= IN_FLIGHT and self._skipping(intake):
+                # The others may have to compute what is skipped here, with our slices: who waited
+                # for them now, before the end of the pass, could wait for ever.
+                return
+            self._launch(intake)
+            self._head += 1
+
+    def _skipping(self, intake: Intake) -> bool:
+        """Whether this rank has nothing to add to a reduction that it would wait for, or start."""
+        under_way = [flight.intake for flight in self._flights]
+        return not all(any(one.arrived) for one in [intake, *under_way])
+
+    def _launch(self, intake: Intake) -> None:
+        assert not intake.launched
+        self._land(IN_FLIGHT - 1)
+        if intake.buffer is None:
+            self._open(intake)
+        assert intake.buffer is not None
+        for k, view in enumerate(intake.views):
+            if not intake.arrived[k]:
+                view.zero_()
+        holding = intake.holding
+        for low, high in holding.gaps:
+            intake.buffer[low:high].zero_()
+        out = intake.buffer if self._stays(intake) else intake.out()
+        send = intake.buffer[: holding.bounds[-1]]
+        pending = self.transport.reduce(send, holding.bounds, out, holding.flat.name)
+        intake.launched = True
+        self._flights.append(_Flight(intake, pending, out))
+
+    def _land(self, left: int) -> None:
+        """Wait for the oldest reductions until so many are left."""
+        while len(self._flights) > left:
+            intake, pending, out = self._flights.popleft()
+            pending.wait()
+            if self.combine is not None:
+                self.combine(out, intake.holding.flat.name)
+            intake.add(out, partial=self._partial)
+            assert intake.buffer is not None
+            if out is not intake.buffer:
+                self._pool.append(intake.buffer)
+            intake.buffer, intake.views = None, []
