@@ -7,10 +7,10 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow torture lint format types docs check bench interop clean
+.PHONY: help demo test slow torture lint format types docs check bench bench-engine interop clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## */\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## */\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
 
 # Two stamps: running the tests doesn't wait for the linters.
 $(VENV)/.test: pyproject.toml constraints.txt
@@ -22,7 +22,7 @@ $(VENV)/.lint: $(VENV)/.test
 	@$(PIP) -e '.[test,lint]'
 	@touch $@
 
-demo: $(VENV)/.test  ## a checkpoint saved on some ranks, resumed on others, in a minute
+demo: $(VENV)/.test  ## train on 8 ranks, reshard to 32, train on with 2, in a minute
 	@$(PY) examples/demo.py
 
 test: $(VENV)/.test  ## the tests
@@ -53,6 +53,9 @@ check: lint types docs test  ## everything that a change must pass
 
 bench: $(VENV)/.test  ## measure speed and memory
 	@$(PY) bench/run.py
+
+bench-engine: $(VENV)/.test  ## measure the training engine beside DDP and FSDP2
+	@$(PY) bench/engine.py
 
 interop: $(VENV)/.test  ## resume in the real DeepSpeed what was converted here
 	@$(PY) interop/deepspeed_resume.py
