@@ -8,13 +8,15 @@ of another run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
+from reshard.formats._deepspeed_experts import Expert
 from reshard.formats._deepspeed_names import Names
 from reshard.pickle_stubs import Record
 from reshard.torchfile import TorchFile, open_torch_file
@@ -61,7 +63,7 @@ class Loaded:
         return self.file.path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """All opened files of a checkpoint.
 
@@ -79,6 +81,8 @@ class Checkpoint:
         (mp, dp) to the model's file; at stages 0 to 2 all are at dp 0.
     optims
         (mp, dp) to the optimizer's file.
+    experts
+        (MoE layer, expert, mp) to the expert's file.
     """
 
     names: Names
@@ -88,6 +92,9 @@ class Checkpoint:
     tensor: int
     models: Mapping[tuple[int, int], Loaded]
     optims: Mapping[tuple[int, int], Loaded]
+    experts: Mapping[tuple[int, int, int], Loaded] = field(
+        default_factory=dict[tuple[int, int, int], Loaded]
+    )
 
     @property
     def first(self) -> Loaded:
@@ -99,6 +106,31 @@ class Checkpoint:
         """The indices of the model axis."""
         return range(self.pipeline * self.tensor)
 
+    @cached_property
+    def moe_layers(self) -> dict[str, int]:
+        """The modules that hold the experts of each MoE layer, in order, and how many they are."""
+        found: dict[str, int] = {}
+        for (_, expert, _), loaded in self.experts.items():
+            for name in loaded.data:
+                layer = expert_in(loaded, str(name), expert).layer
+                found[layer] = max(found.get(layer, 0), expert + 1)
+        return found
+
+    def experts_of(self, layer: str) -> int:
+        """How many experts a MoE layer has.
+
+        Raises
+        ------
+        IncompleteError
+            If it has no files of experts.
+        """
+        count = self.moe_layers.get(layer)
+        if count is None:
+            raise IncompleteError(
+                f"{layer} has experts, and there is no file of them", where=self.names.root
+            )
+        return count
+
 
 def load_one(path: Path, mp: int, dp: int) -> Loaded:
     """Open one file, whose value must be a dict."""
@@ -109,14 +141,16 @@ def load_one(path: Path, mp: int, dp: int) -> Loaded:
 
 
 def load_all(jobs: Iterable[tuple[Path, int, int]]) -> dict[tuple[int, int], Loaded]:
-    """Open several files."""
+    """Open several files of ranks."""
+    return {(one.mp, one.dp): one for one in _load_list(jobs)}
+
+
+def _load_list(jobs: Iterable[tuple[Path, int, int]]) -> list[Loaded]:
     rows = list(jobs)
     if len(rows) < THREADS:
-        found = [load_one(*row) for row in rows]
-    else:
-        with ThreadPoolExecutor(THREADS) as pool:
-            found = list(pool.map(lambda row: load_one(*row), rows))
-    return {(one.mp, one.dp): one for one in found}
+        return [load_one(*row) for row in rows]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(lambda row: load_one(*row), rows))
 
 
 def load(names: Names) -> Checkpoint:
@@ -142,7 +176,69 @@ def load(names: Names) -> Checkpoint:
     stage = _stage(first, optims)
     _all_there(names, pipeline * tensor, world, stage, models, optims)
     _agree(models, optims)
-    return Checkpoint(names, stage, world, pipeline, tensor, models, optims)
+    experts = _experts(names, models)
+    return Checkpoint(names, stage, world, pipeline, tensor, models, optims, experts)
+
+
+def _experts(
+    names: Names, models: Mapping[tuple[int, int], Loaded]
+) -> dict[tuple[int, int, int], Loaded]:
+    """Open the files of all experts, each of which must be there."""
+    for (mp, dp), model in models.items():
+        counts = model.data.get("num_experts")
+        known = counts is None or (isinstance(counts, (list, tuple)) and _are_counts(counts))
+        if model.data.get("ds_autoep_layers") or not known:
+            raise UnsupportedError(
+                "keeps its experts in a way that isn't supported (AutoEP, or that of DeepSpeed's "
+                "first releases)",
+                where=model.path,
+                hint="checkpoints of deepspeed.moe.layer.MoE as it is now can be read",
+            )
+        if counts is not None and dp == 0:
+            _check_experts(names, mp, counts)
+    loaded = _load_list((path, mp, 0) for (_, _, mp), path in names.experts.items())
+    return dict(zip(names.experts, loaded, strict=True))
+
+
+def _are_counts(values: Sequence[object]) -> bool:
+    return all(isinstance(n, int) and n > 0 for n in values)
+
+
+def _check_experts(names: Names, mp: int, counts: Sequence[int]) -> None:
+    """All files of a model rank's experts must be there, and no others."""
+    expected = {(layer, expert) for layer, n in enumerate(counts) for expert in range(n)}
+    found = {(layer, expert) for layer, expert, of in names.experts if of == mp}
+    missing, more = sorted(expected - found), sorted(found - expected)
+    if missing:
+        layer, expert = missing[0]
+        raise IncompleteError(
+            f"expert {expert} of {counts[layer]} is missing: there is no "
+            f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt",
+            where=names.root,
+            hint="copy the missing file into the folder; nothing can stand in for it",
+        )
+    if more:
+        layer, expert = more[0]
+        raise InconsistentError(
+            f"is of expert {expert} of MoE layer {layer}, but the layers have {list(counts)} "
+            "experts",
+            where=names.experts[layer, expert, mp],
+            hint="files of an earlier run were left in the folder",
+        )
+
+
+def expert_in(loaded: Loaded, name: str, expert: int) -> Expert:
+    """The name of a tensor in an expert's file, taken apart.
+
+    Raises
+    ------
+    CorruptError
+        If it is of another expert, or of none.
+    """
+    found = Expert.parse(name)
+    if found is None or found.index != expert:
+        raise CorruptError(f"holds {name}, which isn't of expert {expert}", where=loaded.path)
+    return found
 
 
 def optimizer_dict(loaded: Loaded) -> Mapping[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any
 from reshard.builder import Builder, Placed
 from reshard.dtypes import dtype
 from reshard.errors import CorruptError, InconsistentError
-from reshard.formats._deepspeed_load import Checkpoint, Loaded, load_one
-from reshard.formats._deepspeed_optimizer import EXPERT, shapes_of
+from reshard.formats._deepspeed_experts import Expert
+from reshard.formats._deepspeed_load import Checkpoint, Loaded, expert_in, load_one
+from reshard.formats._deepspeed_optimizer import shapes_of
 from reshard.formats._deepspeed_tensor import TensorRules
 from reshard.formats._torch import placed
 from reshard.layout import BUFFER, PARAM, Entry, FlatSpace
@@ -185,39 +186,32 @@ class Model:
         return fits[0] if len(fits) == 1 else name
 
     def _experts(self) -> None:
-        if not self.checkpoint.names.experts:
-            return
-        shapes = {
-            m.groups(): shape
-            for name, shape in self.trained.items()
-            if (m := EXPERT.fullmatch(name)) is not None
+        shapes: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+        for name, shape in self.trained.items():
+            if (own := Expert.parse(name)) is not None:
+                shapes.setdefault((own.layer, own.rest), set()).add(shape)
+        buffers = {
+            (own.layer, own.rest)
+            for model in self.checkpoint.models.values()
+            for name in model.data.get("buffer_names") or ()
+            if (own := Expert.parse(str(name))) is not None
         }
-        for (layer, expert, mp), path in self.checkpoint.names.experts.items():
-            loaded = load_one(path, mp, 0)
-            rows = []
+        for (layer, expert, mp), loaded in self.checkpoint.experts.items():
+            rows: dict[str, list[Placed]] = {PARAM: [], BUFFER: []}
             for name, tensor in self._tensors(loaded, loaded.data):
-                self._check_expert(loaded, name, expert, tensor, shapes)
-                rows.append(placed(self.builder, loaded.file, tensor, Entry(name, tensor.shape)))
-            name = f"param.layer{max(layer, 0)}.expert{expert}.mp{mp}"
-            self.builder.add_placed(name, PARAM, rows, coords=self._coords(mp))
-
-    def _check_expert(
-        self,
-        loaded: Loaded,
-        name: str,
-        expert: int,
-        tensor: StoredTensor,
-        shapes: Mapping[tuple[str, ...], tuple[int, ...]],
-    ) -> None:
-        found = EXPERT.fullmatch(name)
-        if found is None or int(found[2]) != expert:
-            raise CorruptError(f"holds {name}, which isn't of expert {expert}", where=loaded.path)
-        expected = {s for (a, _, b), s in shapes.items() if (a, b) == (found[1], found[3])}
-        if expected and tensor.shape not in expected:
-            raise InconsistentError(
-                f"{name} is {list(tensor.shape)} and should be {list(expected.pop())}",
-                where=loaded.path,
-            )
+                found = expert_in(loaded, name, expert)
+                key = found.layer, found.rest
+                expected = shapes.get(key, {tensor.shape})
+                if tensor.shape not in expected:
+                    raise InconsistentError(
+                        f"{name} is {list(tensor.shape)} and should be {list(expected.pop())}",
+                        where=loaded.path,
+                    )
+                state = BUFFER if key in buffers else PARAM
+                rows[state] += self._placed(loaded, name, tensor, mp, state)
+            for state, some in rows.items():
+                at = f"{state}.layer{layer}.expert{expert}.mp{mp}"
+                self.builder.add_placed(at, state, some, coords=self._coords(mp))
 
     # -- stage 3 ------------------------------------------------------------------------------
 

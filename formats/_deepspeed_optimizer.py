@@ -5,25 +5,30 @@ multiple of 2 x P and cut in P equal parts; part r is in rank r's file. Stage 3:
 cut in ``ceil(n / P)`` elements a rank, and a rank's slices of a sub-group lie end to end
 (``deepspeed/runtime/zero/stage_1_and_2.py`` and ``stage3.py`` of 0.19.8).
 
-A group of experts is cut over the ranks that hold the same experts: r, r + ep, r + 2 ep, …
+A group of experts is cut over the ranks that hold the same experts (``_deepspeed_experts``).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from reshard.box import Shape
 from reshard.builder import Builder
 from reshard.dtypes import DType, dtype
 from reshard.errors import CorruptError, InconsistentError, UnsupportedError
-from reshard.formats._deepspeed_load import Checkpoint, Loaded, optimizer_dict
+from reshard.formats._deepspeed_experts import Expert, Topology, data_first
+from reshard.formats._deepspeed_load import Checkpoint, Loaded, config_of, optimizer_dict
+from reshard.formats._deepspeed_settings import (
+    add_scalars,
+    owners_of_parts,
+    scalars_text,
+    settings_of,
+    shared_groups,
+)
 from reshard.formats._deepspeed_tensor import TensorRules
-from reshard.formats._torch import placed
+from reshard.formats._torch import Values, placed
 from reshard.layout import MASTER, Entry, FlatSpace
 from reshard.manifest import ParamGroup
 from reshard.partition import Contiguous, Partition, PerTensor
@@ -31,9 +36,6 @@ from reshard.plain import encode
 from reshard.store import ShardStore
 from reshard.stored import StoredTensor
 from reshard.torchfile import read_tensor
-
-EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
-"""A parameter of an expert: prefix, the expert's index among a rank's own, and the rest."""
 
 Shapes = Sequence[Mapping[str, Shape]]
 
@@ -80,45 +82,40 @@ def _shape(value: Any, loaded: Loaded, name: str) -> Shape:
     return tuple(value)
 
 
-def expert_name(name: str, first: int) -> str:
-    """The name of an expert's parameter among all experts, from its name on one rank."""
-    found = EXPERT.fullmatch(name)
-    return name if found is None else f"{found[1]}{int(found[2]) + first}{found[3]}"
-
-
 def add_optimizer(builder: Builder, checkpoint: Checkpoint, rules: TensorRules) -> None:
     """Add the spaces of all parameter groups, and the groups' settings."""
+    ranks = [[checkpoint.optims[mp, dp] for dp in range(checkpoint.world)] for mp in checkpoint.mps]
+    groups, numbers = shared_groups([settings_of(builder, some) for some in ranks])
+    builder.groups.extend(ParamGroup(dict(settings)) for settings in groups)
     for mp in checkpoint.mps:
-        model = checkpoint.models[mp, 0]
-        shapes = shapes_of(model)
-        coords = {}
-        if checkpoint.pipeline > 1:
-            coords["pipeline"] = mp // checkpoint.tensor
-        if checkpoint.tensor > 1:
-            coords["tensor"] = mp % checkpoint.tensor
-        ranks = [checkpoint.optims[mp, dp] for dp in range(checkpoint.world)]
-        settings = _settings(ranks)
-        numbers = [_group(builder, s, checkpoint) for s in settings]
-        owner = _owner_of_parts(ranks[0], checkpoint.stage, len(shapes), len(settings))
-        experts = 1
-        for part, group_shapes in enumerate(shapes):
-            group = owner[part]
-            shards = [_shard(one, checkpoint.stage, part) for one in ranks]
-            scalars = _scalars(shards)
-            number = numbers[group]
-            _check_step(builder, number, scalars, shards[0].loaded)
-            parts = _partition_count(ranks[0], checkpoint, part)
-            experts = max(experts, checkpoint.world // parts)
-            builder_space = _Space(
-                builder, checkpoint, rules, dict(coords), part, number, group_shapes
-            )
-            if parts == checkpoint.world:
-                builder_space.add(shards, {}, 0, 1)
-                continue
-            step = checkpoint.world // parts
-            local = _experts_of(group_shapes)
-            for expert in range(step):
-                builder_space.add(shards[expert::step], {"expert": expert}, expert, step, local)
+        _add_model_rank(builder, checkpoint, rules, mp, ranks[mp], numbers[mp])
+
+
+def _add_model_rank(
+    builder: Builder,
+    checkpoint: Checkpoint,
+    rules: TensorRules,
+    mp: int,
+    ranks: Sequence[Loaded],
+    numbers: Sequence[int],
+) -> None:
+    model = checkpoint.models[mp, 0]
+    shapes = shapes_of(model)
+    coords = {}
+    if checkpoint.pipeline > 1:
+        coords["pipeline"] = mp // checkpoint.tensor
+    if checkpoint.tensor > 1:
+        coords["tensor"] = mp % checkpoint.tensor
+    owner = owners_of_parts(ranks[0], checkpoint.stage, len(shapes), len(numbers))
+    for part, group_shapes in enumerate(shapes):
+        number = numbers[owner[part]]
+        shards = [_shard(builder, one, checkpoint.stage, part) for one in ranks]
+        add_scalars(builder, number, _scalars(shards), shards[0].loaded)
+        degree = checkpoint.world // _partition_count(ranks[0], checkpoint, part)
+        topology = Topology(checkpoint.world, degree, data_first(config_of(model)))
+        space = _Space(builder, checkpoint, rules, coords, part, number, group_shapes, topology)
+        for block in range(degree):
+            space.add(shards, block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,35 +129,49 @@ class _Space:
     part: int
     group: int
     shapes: Mapping[str, Shape]
+    topology: Topology
 
-    def add(
-        self,
-        shards: Sequence[Shard],
-        coords: Mapping[str, int],
-        start: int,
-        step: int,
-        experts: int = 0,
-    ) -> None:
+    def add(self, ranks: Sequence[Shard], block: int) -> None:
+        """The space of one block of experts; of all parameters where they aren't dealt out."""
+        start, step, degree = self.topology.start(block), self.topology.step, self.topology.degree
+        shards = [ranks[start + step * shard] for shard in range(self.topology.shards)]
+        at = {**self.coords, **({"expert": block} if degree > 1 else {})}
         entries: list[Entry] = []
-        tensor = self.coords.get("tensor", 0)
         for name, shape in self.shapes.items():
-            whole = expert_name(name, start * experts) if "expert" in coords else name
-            entries += self.rules.entries(whole, shape, tensor)
+            whole = self._expert(name, block) if degree > 1 else name
+            entries += self.rules.entries(whole, shape, at.get("tensor", 0))
         states = _states(shards)
-        at = {**self.coords, **coords}
-        name = ".".join([f"part{self.part}", *(f"{a}{i}" for a, i in sorted(at.items()))])
         space = FlatSpace(
-            name=name,
+            name=".".join([f"part{self.part}", *(f"{a}{i}" for a, i in sorted(at.items()))]),
             entries=tuple(entries),
             partition=self._partition(shards, entries),
             states=states,
             coords=at,
             group=self.group,
-            shard_start=start,
-            shard_step=step,
+            shard_start=start if degree > 1 else 0,
+            shard_step=step if degree > 1 else 1,
         )
         stores = {state: self._store(space, shards, state) for state in states}
         self.builder.add(space, stores)
+
+    def _expert(self, name: str, block: int) -> str:
+        """The name of an expert's parameter among all experts, from its name on its rank."""
+        where = self.checkpoint.models[0, 0].path
+        expert = Expert.parse(name)
+        if expert is None:
+            raise UnsupportedError(
+                f"{name} is cut over a part of the ranks, as experts are, and is none",
+                where=where,
+            )
+        count = self.checkpoint.experts_of(expert.layer)
+        own, rest = divmod(count, self.topology.degree)
+        if rest or expert.index >= own:
+            raise InconsistentError(
+                f"{expert.layer} has {count} experts, which doesn't fit expert {expert.index} of a "
+                f"rank at an expert-parallel degree of {self.topology.degree}",
+                where=where,
+            )
+        return str(expert.at(block * own + expert.index))
 
     def _partition(self, shards: Sequence[Shard], entries: Sequence[Entry]) -> Partition:
         if self.checkpoint.stage == 3:
@@ -233,12 +244,6 @@ def _partition_count(loaded: Loaded, checkpoint: Checkpoint, part: int) -> int:
     return count
 
 
-def _experts_of(shapes: Mapping[str, Shape]) -> int:
-    """How many experts a rank holds."""
-    found = [EXPERT.fullmatch(name) for name in shapes]
-    return max((int(f[2]) for f in found if f is not None), default=-1) + 1
-
-
 def _alignment(loaded: Loaded, part: int, numel: Sequence[int]) -> int:
     """To how many elements parameters are aligned, from the paddings that the file lists."""
     said = optimizer_dict(loaded).get("param_alignment_paddings")
@@ -256,7 +261,7 @@ def _alignment(loaded: Loaded, part: int, numel: Sequence[int]) -> int:
     )
 
 
-def _shard(loaded: Loaded, stage: int, part: int) -> Shard:
+def _shard(builder: Builder, loaded: Loaded, stage: int, part: int) -> Shard:
     optimizer = optimizer_dict(loaded)
     if stage == 3:
         masters, base = optimizer.get("fp32_flat_groups"), optimizer.get("optimizer_state_dict")
@@ -274,13 +279,14 @@ def _shard(loaded: Loaded, stage: int, part: int) -> Shard:
     if not isinstance(masters[part], StoredTensor):
         raise CorruptError(f"master {part} isn't a tensor", where=loaded.path)
     scalars: dict[str, Any] = {}
+    values = Values(builder, loaded.file)
     for state, value in _state(base, part, loaded).items():
         if isinstance(value, StoredTensor) and value.shape != ():
             tensors[str(state)] = value
         elif isinstance(value, StoredTensor):
             scalars[str(state)] = read_tensor(loaded.file, value)
         else:
-            scalars[str(state)] = value
+            scalars[str(state)] = values.plain(value, "optimizer", str(part), str(state))
     return Shard(loaded, tensors, scalars)
 
 
@@ -303,80 +309,9 @@ def _scalars(shards: Sequence[Shard]) -> Mapping[str, Any]:
     for shard in shards:
         if encode(dict(shard.scalars)) != encode(dict(first.scalars)):
             raise InconsistentError(
-                f"its optimizer's scalars are {_plain(shard.scalars)}, but "
-                f"{_plain(first.scalars)} in {first.loaded.path.name}",
+                f"its optimizer's scalars are {scalars_text(shard.scalars)}, but "
+                f"{scalars_text(first.scalars)} in {first.loaded.path.name}",
                 where=shard.loaded.path,
                 hint="the files are of different steps or different runs",
             )
     return first.scalars
-
-
-def _plain(scalars: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k}={np.asarray(v).item()!r}" for k, v in scalars.items())
-
-
-def _settings(ranks: Sequence[Loaded]) -> list[Mapping[str, Any]]:
-    """The settings of the parameter groups, without what names their parameters."""
-    found = [_param_groups(loaded) for loaded in ranks]
-    for loaded, groups in zip(ranks, found, strict=True):
-        if groups != found[0]:
-            raise InconsistentError(
-                f"its parameter groups are {groups!r:.300}, but {found[0]!r:.300} in "
-                f"{ranks[0].path.name}",
-                where=loaded.path,
-                hint="the files are of different runs",
-            )
-    return found[0]
-
-
-def _param_groups(loaded: Loaded) -> list[Mapping[str, Any]]:
-    optimizer = optimizer_dict(loaded)
-    base = optimizer.get("optimizer_state_dict", optimizer.get("base_optimizer_state"))
-    groups = base.get("param_groups") if isinstance(base, Mapping) else None
-    if groups is None:  # elastic checkpoints don't have them
-        masters = optimizer.get("single_partition_of_fp32_groups", ())
-        groups = [{} for _ in masters]
-    # a fused optimizer's group counts no steps: its "step" stays 0
-    return [{k: v for k, v in g.items() if k not in ("params", "step")} for g in groups]
-
-
-def _owner_of_parts(loaded: Loaded, stage: int, parts: int, groups: int) -> list[int]:
-    """The parameter group of each flat group: stage 3 cuts groups in sub-groups."""
-    if stage != 3:
-        if parts != groups:
-            raise InconsistentError(
-                f"has {groups} parameter groups, but the model's file lists {parts}",
-                where=loaded.path,
-            )
-        return list(range(parts))
-    base = optimizer_dict(loaded).get("optimizer_state_dict")
-    listed = base.get("param_groups", []) if isinstance(base, Mapping) else []
-    owner = {p: i for i, g in enumerate(listed) for p in g.get("params", ())}
-    if sorted(owner) != list(range(parts)):
-        raise InconsistentError(
-            f"its parameter groups list the sub-groups {sorted(owner)}, but the model's file "
-            f"has {parts}",
-            where=loaded.path,
-        )
-    return [owner[i] for i in range(parts)]
-
-
-def _group(builder: Builder, settings: Mapping[str, Any], checkpoint: Checkpoint) -> int:
-    """The number of a parameter group: pipeline stages share groups of the same settings."""
-    for number, group in enumerate(builder.groups):
-        if checkpoint.pipeline * checkpoint.tensor > 1 and dict(group.settings) == dict(settings):
-            return number
-    builder.groups.append(ParamGroup(dict(settings)))
-    return len(builder.groups) - 1
-
-
-def _check_step(builder: Builder, number: int, scalars: Mapping[str, Any], loaded: Loaded) -> None:
-    group = builder.groups[number]
-    if not group.scalars:
-        builder.groups[number] = ParamGroup(group.settings, dict(scalars), group.optimizer)
-    elif scalars and encode(dict(group.scalars)) != encode(dict(scalars)):
-        raise InconsistentError(
-            f"its optimizer's scalars are {_plain(scalars)}, but {_plain(group.scalars)} in "
-            "another part of the same parameter group",
-            where=loaded.path,
-        )

@@ -2,7 +2,8 @@
 
 Whole tensors under ``optimizer`` in the model file: ``fp32_groups`` a list of tensors a group, and
 the base optimizer's state by the parameters' running numbers, which count through ``param_shapes``
-(``deepspeed/runtime/fp16/unfused_optimizer.py`` and ``fused_optimizer.py`` of 0.19.8).
+(``deepspeed/runtime/fp16/unfused_optimizer.py`` and ``fused_optimizer.py`` of 0.19.8). A model
+with experts has optimizer files of its own, in which parameters are numbered only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ from reshard.torchfile import read_tensor
 
 def add_plain_optimizer(builder: Builder, checkpoint: Checkpoint, rules: TensorRules) -> None:
     """Add the optimizer's tensors and groups of every model file."""
+    for path in sorted(checkpoint.names.root.glob("expp_rank_*_optim_states.pt")):
+        builder.note(
+            "left-out",
+            "the optimizer's state in it is stored by numbers, and nothing says of which "
+            "parameters",
+            path.name,
+        )
     for mp in checkpoint.mps:
         loaded = checkpoint.models[mp, 0]
         optimizer = loaded.data.get("optimizer")

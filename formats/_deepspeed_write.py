@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -159,12 +161,20 @@ class Book:
     def of(cls, state: State, tag: str) -> Book:
         """List the files of a state."""
         kind = state.dtype.itemsize
-        rules = Rules.of(state.zero, state.stage, state.world, kind, state.bf16_optimizer)
+        rules = Rules.of(state.config, state.stage, state.world, kind, state.bf16_optimizer)
         flats = tuple(
             tuple(
                 flat
                 for group in rank.groups
-                for flat in lay_out(rules, group.index, group.params, group.states, rank.coords)
+                for flat in lay_out(
+                    rules,
+                    group.index,
+                    group.params,
+                    group.states,
+                    rank.coords,
+                    degree=group.degree,
+                    block=group.block,
+                )
             )
             for rank in state.ranks
         )
@@ -175,7 +185,8 @@ class Book:
             for pages in (_models(state, rank, some, lost), _optimizers(state, rules, rank, some))
             for page in pages
         ]
-        pages += [_layer(state, layer) for layer in state.layers]
+        pages += [_layer(state, layer, OrderedDict) for layer in state.layers]
+        pages += [_layer(state, expert, dict) for expert in state.experts]
         named = [Page(f"{tag}/{p.path}", p.rank, p.make) for p in pages]
         return cls(tag, tuple(named), flats, lost)
 
@@ -189,7 +200,7 @@ def _models(
         value = model_file(
             state,
             rank,
-            flats,
+            [flat for flat in flats if flat.shard(0) is not None],
             sheet,
             first=first,
             of=of,
@@ -207,10 +218,10 @@ def _models(
         yield Page(f"zero_pp_rank_{dp}_{mp}", dp, partial(make, dp == 0, of))
 
 
-def _layer(state: State, layer: Layer) -> Page:
+def _layer(state: State, layer: Layer, kind: Callable[[Mapping[str, Any]], object]) -> Page:
     def make() -> Blueprint:
         sheet = Sheet()
-        return Blueprint.of(layer_file(layer, state.kind, state.source, sheet), sheet)
+        return Blueprint.of(kind(layer_file(layer, state.kind, state.source, sheet)), sheet)
 
     return Page(layer.path, 0, make)
 
@@ -249,7 +260,7 @@ class _Assembly:
             for rank in state.ranks:
                 self._spaces |= {space.name: space for space, _ in frozen_spaces(state, rank)}
         self._shards = {
-            (name, kind): (np.zeros(state.world, np.int64), np.zeros(state.world, np.int64))
+            (name, kind): (np.zeros(space.shards, np.int64), np.zeros(space.shards, np.int64))
             for name, space in self._spaces.items()
             for kind in space.states
         }
@@ -267,13 +278,20 @@ class _Assembly:
                 if nbytes:
                     self._regions.append((index, offset, nbytes, None, f"data/{key}"))
                 if isinstance(payload, Slice):
+                    space = self._spaces[payload.space]
+                    shard = (page.rank - space.shard_start) // space.shard_step
                     files, offsets = self._shards[payload.space, payload.state]
-                    files[page.rank], offsets[page.rank] = index, offset
+                    files[shard], offsets[shard] = index, offset
                 else:
                     self._whole(payload, index, offset)
         spaces, stores = self._layout()
         source = self._state.source
-        axes = {"pipeline": self._state.pipeline, "tensor": self._state.tensor}
+        experts = max((g.degree for r in self._state.ranks for g in r.groups), default=1)
+        axes = {
+            "pipeline": self._state.pipeline,
+            "tensor": self._state.tensor,
+            "expert": experts,
+        }
         mesh = {"shard": self._state.world, **{a: n for a, n in axes.items() if n > 1}}
         return Manifest(
             format="deepspeed",
@@ -281,7 +299,7 @@ class _Assembly:
             layout=Layout(tuple(spaces), mesh, self._state.stage),
             files=tuple(self._files),
             stores=stores,
-            groups=source.groups,
+            groups=self._state.groups,
             aliases=source.aliases,
             objects=source.objects,
             regions=Regions.of("crc32", self._regions),

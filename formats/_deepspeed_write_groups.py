@@ -2,7 +2,8 @@
 
 Stages 1 and 2: one flat space a group, each parameter followed by its alignment padding, the tail
 padded to a multiple of 2 x Q; with ``round_robin_gradients`` the order of the parameters depends
-on Q. Stage 3: a group is cut in sub-groups whose ends depend on Q, and each parameter in Q parts
+on Q. (For a group of experts Q are the ranks that hold the same ones.) Stage 3: a group is cut in
+sub-groups whose ends depend on Q, and each parameter in Q parts
 (``deepspeed/runtime/zero/stage_1_and_2.py``: ``__init__``, ``_round_robin_reorder``, and
 ``stage3.py``: ``_create_fp16_sub_groups``, of 0.19.8).
 """
@@ -19,6 +20,7 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
+from reshard.formats._deepspeed_experts import Topology, data_first
 from reshard.formats._deepspeed_write_sheet import Local
 from reshard.layout import FlatSpace
 from reshard.partition import Contiguous, Partition, PerTensor
@@ -45,6 +47,8 @@ class Rules:
     tail_on_last
         Whether the last rank's padding is counted as a whole, and not cut off masters
         (BF16_Optimizer).
+    data_first
+        Whether ranks with the same experts stand side by side.
     """
 
     stage: int
@@ -53,17 +57,18 @@ class Rules:
     align: int = 1
     sub_group_size: int = SUB_GROUP_SIZE
     tail_on_last: bool = False
+    data_first: bool = False
 
     @classmethod
     def of(
-        cls, zero: Mapping[str, Any], stage: int, world: int, itemsize: int, bf16_optimizer: bool
+        cls, config: Mapping[str, Any], stage: int, world: int, itemsize: int, bf16_optimizer: bool
     ) -> Rules:
-        """The rules of a ``zero_optimization`` section.
+        """The rules of a DeepSpeed configuration.
 
         Parameters
         ----------
-        zero
-            The section.
+        config
+            The configuration.
         stage, world
             Of the target.
         itemsize
@@ -71,8 +76,11 @@ class Rules:
         bf16_optimizer
             Whether BF16_Optimizer resumes, which knows neither rotation nor alignment.
         """
+        experts = data_first(config)
         if bf16_optimizer:
-            return cls(stage, world, tail_on_last=True)
+            return cls(stage, world, tail_on_last=True, data_first=experts)
+        found = config.get("zero_optimization")
+        zero: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
         size = zero.get("sub_group_size", SUB_GROUP_SIZE)
         if isinstance(size, bool) or not isinstance(size, (int, float)) or size < 1:
             raise CorruptError(f"zero_optimization.sub_group_size is {size!r:.80}")
@@ -82,6 +90,7 @@ class Rules:
             round_robin=bool(zero.get("round_robin_gradients")) and stage < 3,
             align=16 // math.gcd(16, itemsize) if zero.get("parameter_alignment") else 1,
             sub_group_size=int(size),
+            data_first=experts,
         )
 
 
@@ -106,6 +115,11 @@ class Flat:
     order: tuple[int, ...]
     group: int
 
+    def shard(self, rank: int) -> int | None:
+        """The shard that a data-parallel rank has; ``None`` if it has other experts."""
+        shard, rest = divmod(rank - self.space.shard_start, self.space.shard_step)
+        return shard if rest == 0 and 0 <= shard < self.space.shards else None
+
     @property
     def part(self) -> int:
         """Elements of a rank."""
@@ -129,24 +143,24 @@ class Flat:
         ends = [b + p.numel for b, p in zip(begin, self.params, strict=True)]
         return [b - e for b, e in zip([*begin[1:], ends[-1]], ends, strict=True)]
 
-    def padding(self, rank: int, *, tail_on_last: bool) -> int:
-        """Elements of a rank's part after the last parameter's end, as ``group_paddings`` says.
+    def padding(self, shard: int, *, tail_on_last: bool) -> int:
+        """Elements of a shard after the last parameter's end, as ``group_paddings`` says.
 
         Parameters
         ----------
-        rank
-            The rank.
+        shard
+            The shard.
         tail_on_last
-            Whether the last rank counts the padding of all ranks.
+            Whether the last one counts the padding of all.
         """
         if tail_on_last:
-            last = rank == self.space.shards - 1
+            last = shard == self.space.shards - 1
             return self.part * self.space.shards - self.end if last else 0
-        return min(self.part, max(0, (rank + 1) * self.part - self.end))
+        return min(self.part, max(0, (shard + 1) * self.part - self.end))
 
-    def slices(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Where parameters lie in a rank's part: name to (first element, elements)."""
-        pieces = self.space.ruler.shard(rank)
+    def slices(self, shard: int) -> dict[str, tuple[int, int]]:
+        """Where parameters lie in a shard: name to (first element, elements)."""
+        pieces = self.space.ruler.shard(shard)
         param = np.searchsorted(self._first, pieces.entry, side="right") - 1
         found: dict[int, tuple[int, int]] = {}
         rows = zip(param.tolist(), pieces.local.tolist(), pieces.count.tolist(), strict=True)
@@ -174,6 +188,9 @@ def lay_out(
     params: Sequence[Local],
     states: Mapping[str, DType],
     coords: Mapping[str, int],
+    *,
+    degree: int = 1,
+    block: int = 0,
 ) -> list[Flat]:
     """Lay out one parameter group.
 
@@ -189,10 +206,15 @@ def lay_out(
         The states that lie so, with their element types.
     coords
         Where on the mesh it stands.
+    degree, block
+        Of experts: into how many blocks they are dealt out, and which of them this is.
     """
+    topology = Topology(rules.world, degree, rules.data_first)
+    if degree > 1:
+        coords = {**coords, "expert": block}
     order = list(range(len(params)))
     if rules.round_robin:
-        order = round_robin(len(params), rules.world)
+        order = round_robin(len(params), topology.shards)
     cuts = _sub_groups(rules, [p.numel for p in params]) if rules.stage == 3 else [len(params)]
     found = []
     begin = 0
@@ -206,20 +228,22 @@ def lay_out(
         space = FlatSpace(
             name=name,
             entries=tuple(e for p in chosen for e in p.entries),
-            partition=_partition(rules, chosen),
+            partition=_partition(rules, topology.shards),
             states=states,
             coords=coords,
             group=group,
+            shard_start=topology.start(block),
+            shard_step=topology.step if degree > 1 else 1,
         )
         found.append(Flat(space, chosen, tuple(some), group))
         begin = end
     return found
 
 
-def _partition(rules: Rules, params: Sequence[Local]) -> Partition:
+def _partition(rules: Rules, shards: int) -> Partition:
     if rules.stage == 3:
-        return PerTensor(rules.world)
-    return Contiguous(rules.world, align=rules.align, multiple=2)
+        return PerTensor(shards)
+    return Contiguous(shards, align=rules.align, multiple=2)
 
 
 def _sub_groups(rules: Rules, numel: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 from reshard.dtypes import DType
 from reshard.errors import InconsistentError
 from reshard.format import Loss
+from reshard.formats._deepspeed_experts import Expert
 from reshard.formats._deepspeed_write_groups import Flat
 from reshard.formats._deepspeed_write_ranks import ModelRank
 from reshard.formats._deepspeed_write_sheet import Local, Sheet
@@ -61,7 +62,7 @@ def model_file(
     rank
         The model-parallel rank.
     flats
-        Its flat groups.
+        The flat groups of its first data-parallel rank.
     sheet
         Gets the file's storages.
     first
@@ -75,12 +76,14 @@ def model_file(
     objects, engine = state.source.objects, state.engine
     step = objects.get("step")
     frozen = [w for w in rank.weights if w.name in rank.frozen] if state.stage > 1 else None
+    # the sizes of a model with experts are tuples: DeepSpeed copies what it saves there
+    size: type[tuple[int, ...]] = tuple if state.moe else Size
     value: dict[str, Any] = {
         "module": None if state.layers else _module(state, rank, sheet),
-        "buffer_names": [b.name for b in rank.buffers],
+        "buffer_names": [*(b.name for b in rank.buffers), *_buffers_of_experts(state, flats)],
         "optimizer": None,
-        "param_shapes": [_shapes(flat.params) for flat in flats],
-        "frozen_param_shapes": None if frozen is None else _shapes(frozen),
+        "param_shapes": [_shapes(flat.params, size) for flat in flats],
+        "frozen_param_shapes": None if frozen is None else _shapes(frozen, size),
         "shared_params": _shared(state, rank) if first else {},
         "frozen_param_fragments": (
             None if frozen is None else _fragments(state, rank, frozen, sheet)
@@ -102,6 +105,8 @@ def model_file(
             engine.get("universal_checkpoint_info"), "universal_checkpoint_info"
         ),
     }
+    if state.moe:
+        value |= {"num_experts": list(state.moe.values()), "ds_autoep_layers": None}
     for key in ("global_samples", "universal_checkpoint_info"):
         if value[key] is None:
             del value[key]
@@ -137,8 +142,25 @@ def _module(state: State, rank: ModelRank, sheet: Sheet) -> OrderedDict[str, Sto
     return module
 
 
-def _shapes(params: Sequence[Local]) -> OrderedDict[str, Size]:
-    return OrderedDict((p.name, Size(p.shape)) for p in params)
+def _shapes(params: Sequence[Local], size: type[tuple[int, ...]]) -> OrderedDict[str, Any]:
+    return OrderedDict((p.name, size(p.shape)) for p in params)
+
+
+def _buffers_of_experts(state: State, flats: Sequence[Flat]) -> list[str]:
+    """Names of the buffers of rank 0's experts, which it numbers as all experts are."""
+    own: dict[str, int] = {}
+    for flat in flats:
+        for local in flat.params:
+            expert = Expert.parse(local.name)
+            if expert is not None:
+                own[expert.layer] = state.moe[expert.layer] * flat.space.shards // state.world
+    found = []
+    for name in (name for file in state.experts for name in file.buffers):
+        expert = Expert.parse(name)
+        assert expert is not None
+        if expert.index < own.get(expert.layer, state.moe[expert.layer]):
+            found.append(name)
+    return found
 
 
 def _shared(state: State, rank: ModelRank) -> dict[str, str]:

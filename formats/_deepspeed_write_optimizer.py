@@ -36,13 +36,14 @@ def optimizer_file(
     rules
         How groups are laid out.
     flats
-        The flat groups of the model-parallel rank.
+        The flat groups of the model-parallel rank, those of experts that others hold among them.
     rank
         The data-parallel rank; at stage 3 all ranks' files are alike.
     sheet
         Gets the file's storages.
     """
     version = state.engine.get("version") or VERSION
+    flats = [flat for flat in flats if flat.shard(rank) is not None]
     if state.stage == 3:
         optimizer = _stage3(state, flats, sheet)
     else:
@@ -58,12 +59,15 @@ def _stage12(
     state: State, rules: Rules, flats: Sequence[Flat], rank: int, sheet: Sheet, version: str
 ) -> dict[str, Any]:
     numbered = dict(enumerate(flats))
-    masters, paddings = [], []
+    masters, paddings, slices = [], [], []
     for flat in flats:
-        padding = flat.padding(rank, tail_on_last=rules.tail_on_last)
+        shard = flat.shard(rank)
+        assert shard is not None
+        padding = flat.padding(shard, tail_on_last=rules.tail_on_last)
         kept = flat.part if rules.tail_on_last else flat.part - padding
         masters.append(_master(flat, sheet, kept))
         paddings.append(padding)
+        slices.append({name: fragment(*where) for name, where in flat.slices(shard).items()})
     found = {
         **_scaling(state),
         **_clip_grad(state),
@@ -75,9 +79,9 @@ def _stage12(
         "zero_stage": stage_enum(state.stage),
         "group_paddings": paddings,
         "param_alignment_paddings": [flat.alignment_paddings for flat in flats],
-        "partition_count": [state.world] * len(flats),
+        "partition_count": [flat.space.shards for flat in flats],
         "ds_version": version,
-        "param_slice_mappings": [_slices(flat, rank) for flat in flats],
+        "param_slice_mappings": slices,
     }
     if state.bf16_optimizer:
         left = (*_scaling(state), "zero_stage", "param_alignment_paddings")
@@ -117,10 +121,6 @@ def _clip_grad(state: State) -> dict[str, Any]:
     return {"clip_grad": found} if isinstance(found, (int, float)) else {}
 
 
-def _slices(flat: Flat, rank: int) -> dict[str, Any]:
-    return {name: fragment(*where) for name, where in flat.slices(rank).items()}
-
-
 def _states(state: State, flats: Mapping[int, Flat], sheet: Sheet) -> dict[int, dict[str, Any]]:
     """The base optimizer's state of each flat group, which may have none yet."""
     found = {}
@@ -136,8 +136,9 @@ def _states(state: State, flats: Mapping[int, Flat], sheet: Sheet) -> dict[int, 
 
 
 def _scalars(state: State, flat: Flat) -> dict[str, Any]:
-    group = state.source.groups[flat.group]
-    scalars = dict(group.scalars)
+    group = state.groups[flat.group]
+    numbers = (np.ndarray, np.generic)  # optimizers count in tensors
+    scalars = {k: np.asarray(v) if isinstance(v, numbers) else v for k, v in group.scalars.items()}
     if "step" in scalars or not all(name in flat.space.states for name in ADAM):
         return scalars
     steps = group.settings.get("step") or state.source.objects.get("step")
@@ -151,7 +152,7 @@ def _scalars(state: State, flat: Flat) -> dict[str, Any]:
 
 def _param_groups(state: State, flats: Sequence[Flat], sheet: Sheet) -> list[dict[str, Any]]:
     found = []
-    for index, group in enumerate(state.source.groups):
+    for index, group in enumerate(state.groups):
         mine = [number for number, flat in enumerate(flats) if flat.group == index]
         if not mine and state.pipeline > 1:
             continue  # a group of other stages
@@ -167,7 +168,8 @@ def _param_groups(state: State, flats: Sequence[Flat], sheet: Sheet) -> list[dic
                 f"parameter group {index} has no learning rate to go on with (elastic checkpoints "
                 "hold no settings of the optimizer)",
                 where=state.source.root,
-                hint="keep it in the native format (--format native), or export the weights "
+                hint="say them in Python (replace the groups of the opened manifest), keep it in "
+                "the native format (--format native), or export the weights "
                 "(--format safetensors)",
             )
         plain = Plain(sheet, state.source).mapping(group.settings, f"param_groups/{index}")

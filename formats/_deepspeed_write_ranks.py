@@ -7,17 +7,21 @@ names with the rank in them, which is taken off again here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from reshard.dtypes import DType, dtype
 from reshard.errors import InconsistentError, UnsupportedError
+from reshard.formats._deepspeed_experts import Expert, degree_of
 from reshard.formats._deepspeed_tensor import part_name
+from reshard.formats._deepspeed_write_experts import Dealer
 from reshard.formats._deepspeed_write_groups import unrotated
 from reshard.formats._deepspeed_write_layers import layer_of
 from reshard.formats._deepspeed_write_sheet import Local, torch_name
 from reshard.layout import BUFFER, MASTER, PARAM, Entry, FlatSpace
-from reshard.manifest import Manifest
+from reshard.manifest import Manifest, ParamGroup
+from reshard.partition import Replicated
 
 FLOAT32 = dtype("float32")
 MASTERS = ("float32", "bfloat16", "float16")
@@ -31,16 +35,20 @@ class Group:
     Parameters
     ----------
     index
-        Its index in the manifest.
+        Its index among the target's groups.
     params
         Its parameters, in the user's order.
     states
         Element types of the master and of the optimizer's states.
+    degree, block
+        Of experts: into how many blocks they are dealt out, and which of them this is.
     """
 
     index: int
     params: tuple[Local, ...]
     states: Mapping[str, DType]
+    degree: int = 1
+    block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,8 @@ class ModelRank:
         Names of those that are in no group.
     buffers
         Registered buffers, those of the stage in a pipeline.
+
+    Experts are neither among the weights nor among the buffers.
     """
 
     mp: int
@@ -124,7 +134,7 @@ def _at(space: FlatSpace, coords: Mapping[str, int]) -> bool:
     return all(space.coords.get(axis, index) == index for axis, index in coords.items())
 
 
-def model_rank(axes: Axes, mp: int, rotated: int) -> ModelRank:
+def model_rank(axes: Axes, mp: int, rotated: int, groups: Sequence[Group] | None) -> ModelRank:
     """What a model rank holds.
 
     Parameters
@@ -135,37 +145,113 @@ def model_rank(axes: Axes, mp: int, rotated: int) -> ModelRank:
         The rank.
     rotated
         To how many ranks the source's parameters were dealt out in turn; 0 if they weren't.
+    groups
+        The parameter groups, where they were found already (:func:`groups_with_experts`).
     """
     coords = axes.coords(mp)
-    groups = tuple(_groups(axes, coords, rotated))
-    trained = {p.name: p for g in groups for p in g.params}
-    buffers = axes.ungrouped(BUFFER, coords.get("tensor", 0))
+    if groups is None:
+        groups = [
+            Group(index, _ordered(params, rotated), _states(axes.source, index, params))
+            for index, params in _grouped(axes, coords)
+        ]
+    trained = {p.name: p for g in groups for p in g.params if Expert.parse(p.name) is None}
+    buffers = _without_experts(axes.ungrouped(BUFFER, coords.get("tensor", 0)))
     if axes.pipeline > 1:
         mine = {layer_of(name) for name in trained}
         buffers = [b for b in buffers if layer_of(b.name) in mine]
-        return ModelRank(mp, coords, groups, (), frozenset(), tuple(buffers))
-    weights = {p.name: p for p in axes.ungrouped(PARAM, coords.get("tensor", 0))}
+        return ModelRank(mp, coords, tuple(groups), (), frozenset(), tuple(buffers))
+    weights = {p.name: p for p in _without_experts(axes.ungrouped(PARAM, coords.get("tensor", 0)))}
     frozen = frozenset(weights) - frozenset(trained)
     weights |= {name: p for name, p in trained.items() if name not in weights}
-    return ModelRank(mp, coords, groups, tuple(weights.values()), frozen, tuple(buffers))
+    return ModelRank(mp, coords, tuple(groups), tuple(weights.values()), frozen, tuple(buffers))
 
 
-def _groups(axes: Axes, coords: Mapping[str, int], rotated: int) -> Iterator[Group]:
-    """The parameter groups that have parameters, in order."""
+def groups_with_experts(
+    axes: Axes, dealer: Dealer, rotated: int
+) -> tuple[list[Group], list[ParamGroup]]:
+    """The parameter groups of a model with experts, and their settings in the target."""
+    found: list[Group] = []
+    settings: list[ParamGroup] = []
     source = axes.source
+    grouped = dict(_grouped(axes, {}))
+    every = [(index, grouped.get(index, [])) for index in range(len(source.groups))]
+
+    def degree(one: tuple[int, list[Local]]) -> int | None:
+        index, params = one
+        return degree_of(source.groups[index].settings) if params else None
+
+    for old, run in groupby(every, degree):
+        some = list(run)
+        if old is None:
+            for index, params in some:
+                if params:
+                    found.append(_plain_group(source, index, params, len(settings), rotated))
+                settings.append(source.groups[index])
+            continue
+        for dealt in dealer.deal([(source.groups[index], params) for index, params in some]):
+            states = _states(source, some[0][0], [p for block in dealt.blocks for p in block])
+            found += [
+                Group(len(settings), params, states, dealt.degree, block)
+                for block, params in enumerate(dealt.blocks)
+            ]
+            settings.append(dealt.group)
+    return found, settings
+
+
+def _plain_group(
+    source: Manifest, index: int, params: Sequence[Local], number: int, rotated: int
+) -> Group:
+    """A group without experts of a model that has some."""
+    if len(_without_experts(params)) < len(params):
+        raise UnsupportedError(
+            f"parameter group {index} has experts and isn't marked as a group of experts (moe, and "
+            "a name ep_size_N)",
+            where=source.root,
+        )
+    return Group(number, _ordered(params, rotated), _states(source, index, params))
+
+
+def experts_of(axes: Axes, groups: Iterable[Group]) -> tuple[list[Local], list[Local]]:
+    """Weights and buffers of all experts, by their names among all of them.
+
+    Parameters
+    ----------
+    axes
+        The source.
+    groups
+        Parameter groups, which may train weights that the source has as masters alone.
+    """
+    params, buffers = (
+        {p.name: p for p in axes.ungrouped(state, 0) if Expert.parse(p.name) is not None}
+        for state in (PARAM, BUFFER)
+    )
+    for local in (p for group in groups for p in group.params):
+        name = local.entries[0].name
+        if Expert.parse(name) is not None:
+            params.setdefault(name, Local(name, local.shape, local.entries))
+    return list(params.values()), list(buffers.values())
+
+
+def _without_experts(some: Iterable[Local]) -> list[Local]:
+    return [local for local in some if Expert.parse(local.name) is None]
+
+
+def _ordered(params: Sequence[Local], rotated: int) -> tuple[Local, ...]:
+    """Parameters in the user's order."""
+    return unrotated(params, rotated) if rotated else tuple(params)
+
+
+def _grouped(axes: Axes, coords: Mapping[str, int]) -> list[tuple[int, list[Local]]]:
+    """The parameters of each group that has some, as they lie in the source."""
     spaces: dict[int, list[FlatSpace]] = {}
-    for space in source.layout.spaces:
-        if space.group is not None and _at(space, coords):
-            spaces.setdefault(space.group, []).append(space)
-    for index in sorted(spaces):
-        if coords and source.layout.stage != 0 and len(spaces[index]) > 1:
-            raise cannot_write(
-                "model parallelism and several parameter groups of the same settings"
-            )
-        params = axes.locals(coords, spaces[index])
-        if rotated:
-            params = list(unrotated(params, rotated))
-        yield Group(index, tuple(params), _states(source, index, params))
+    for space in axes.source.layout.spaces:
+        if not _at(space, coords):
+            continue
+        for group, entries in space.in_groups().items():
+            # which entries there are is asked, not where they lie
+            mine = replace(space, entries=entries, group=group, partition=Replicated(1))
+            spaces.setdefault(group, []).append(mine)
+    return [(index, axes.locals(coords, spaces[index])) for index in sorted(spaces)]
 
 
 def _local_name(name: str, mp: int, degree: int) -> str | None:

@@ -8,18 +8,27 @@ DeepSpeed couldn't resume from; what each model-parallel rank holds is found by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.dtypes import BY_NAME, FLOATS, DType, dtype
-from reshard.errors import UnsupportedError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.format import Request
+from reshard.formats._deepspeed_experts import degree_of
+from reshard.formats._deepspeed_write_experts import Dealer, expert_files, moe_layers
 from reshard.formats._deepspeed_write_layers import Layer, layers_of
-from reshard.formats._deepspeed_write_ranks import Axes, ModelRank, cannot_write, model_rank
+from reshard.formats._deepspeed_write_ranks import (
+    Axes,
+    ModelRank,
+    cannot_write,
+    experts_of,
+    groups_with_experts,
+    model_rank,
+)
 from reshard.formats._deepspeed_write_sheet import Local
 from reshard.layout import MASTER, PARAM, TensorKey
-from reshard.manifest import Manifest
+from reshard.manifest import Manifest, ParamGroup
 
 BFLOAT16 = dtype("bfloat16")
 
@@ -36,12 +45,18 @@ class State:
         Of the target.
     dtype
         Element type of the model.
+    groups
+        The parameter groups.
     ranks
         The model-parallel ranks.
     tensor
         Size of the tensor axis; the model rank is pipeline index x tensor + tensor index.
     layers
         The files of a pipeline's layers.
+    moe
+        The MoE layers, in order, and how many experts each has.
+    experts
+        The files of all experts.
     engine
         DeepSpeed's own state, as far as the source has it.
     config
@@ -58,9 +73,12 @@ class State:
     stage: int
     world: int
     dtype: DType
+    groups: tuple[ParamGroup, ...]
     ranks: tuple[ModelRank, ...]
     tensor: int
     layers: tuple[Layer, ...]
+    moe: Mapping[str, int]
+    experts: tuple[Layer, ...]
     engine: Mapping[str, Any]
     config: Mapping[str, Any]
     bf16_optimizer: bool
@@ -103,15 +121,24 @@ def gather(source: Manifest, request: Request) -> State:
     _check_source(source, engine, stage)
     axes = Axes(source, source.layout.mesh.get("pipeline", 1), source.layout.mesh.get("tensor", 1))
     rotated = _rotation(source, engine)
-    ranks = tuple(model_rank(axes, mp, rotated) for mp in range(axes.pipeline * axes.tensor))
+    moe = moe_layers(source)
+    _check_experts(axes, request, stage, moe)
+    groups, found = source.groups, None
+    if moe:
+        dealer = Dealer(moe, world, rotated, request.expert_parallel)
+        found, settings = groups_with_experts(axes, dealer, rotated)
+        groups = tuple(settings)
+    ranks = tuple(model_rank(axes, mp, rotated, found) for mp in range(axes.pipeline * axes.tensor))
     layers = layers_of(source, axes.ungrouped, axes.tensor) if axes.pipeline > 1 else ()
+    experts = expert_files(moe, *experts_of(axes, found or ()))
     weights = [w for rank in ranks for w in rank.weights]
-    weights += [w for layer in layers for w in layer.params.values()]
+    weights += [w for file in (*layers, *experts) for w in file.params.values()]
     zero = section(section(engine, "config"), "zero_optimization")
     if stage == 3 or zero.get("parameter_alignment"):
         _check_one_part(weights)
     model = _model_dtype(source, request, engine, weights)
     trained = {e.name: None for r in ranks for g in r.groups for p in g.params for e in p.entries}
+    _check_frozen(experts, trained, stage)
     kinds: dict[str, DType] = {}
     origin: dict[TensorKey, TensorKey] = {}
     for entry in (e for weight in weights for e in weight.entries):
@@ -128,9 +155,12 @@ def gather(source: Manifest, request: Request) -> State:
         stage=stage,
         world=world,
         dtype=model,
+        groups=groups,
         ranks=ranks,
         tensor=axes.tensor,
         layers=layers,
+        moe=moe,
+        experts=experts,
         engine=engine,
         config=config,
         bf16_optimizer=_is_bf16_optimizer(engine, config, stage, model),
@@ -154,8 +184,6 @@ def _target(source: Manifest, request: Request) -> tuple[int, int]:
 
 def _check_source(source: Manifest, engine: Mapping[str, Any], stage: int) -> None:
     mesh = source.layout.mesh
-    if mesh.get("expert", 1) > 1:
-        raise cannot_write("expert parallelism")
     if mesh.get("pipeline", 1) > 1 and stage != 1:
         raise UnsupportedError(
             f"DeepSpeed has no pipelines at ZeRO stage {stage}", hint="choose --stage 1"
@@ -177,6 +205,46 @@ def _check_source(source: Manifest, engine: Mapping[str, Any], stage: int) -> No
         raise UnsupportedError(
             "the checkpoint has no optimizer state, from which alone DeepSpeed resumes",
             hint="load weights into the model in the training script instead",
+        )
+
+
+def _check_experts(axes: Axes, request: Request, stage: int, moe: Mapping[str, int]) -> None:
+    """Refuse experts, and degrees of expert parallelism, that DeepSpeed couldn't load."""
+    source = axes.source
+    found = {d for g in source.groups if (d := degree_of(g.settings)) is not None}
+    if not moe:
+        if source.layout.mesh.get("expert", 1) > 1:
+            raise cannot_write("experts that aren't those of deepspeed.moe")
+        if request.expert_parallel is not None:
+            raise RequestError(
+                "a degree of expert parallelism was asked for, but there are no experts",
+                where=source.root,
+            )
+        return
+    if axes.pipeline * axes.tensor > 1:
+        raise cannot_write("experts and tensor or pipeline parallelism")
+    if stage == 3:
+        raise UnsupportedError(
+            "DeepSpeed has no experts (deepspeed.moe) at ZeRO stage 3",
+            hint="choose stage 1 or 2 (--stage)",
+        )
+    if request.expert_parallel is not None and len(found) > 1:
+        raise RequestError(
+            f"the layers have several degrees of expert parallelism ({sorted(found)}), and one "
+            "was asked for",
+            where=source.root,
+        )
+
+
+def _check_frozen(experts: Iterable[Layer], trained: Container[str], stage: int) -> None:
+    """DeepSpeed saves and loads frozen parameters by themselves at stage 2: rank 0's."""
+    names = (name for file in experts for name in file.params)
+    frozen = next((name for name in names if name not in trained), None)
+    if frozen is not None and stage == 2:
+        raise UnsupportedError(
+            f"{frozen} doesn't train, and at ZeRO stage 2 DeepSpeed gives every rank the frozen "
+            "experts of rank 0 when it loads a checkpoint",
+            hint="choose --stage 1",
         )
 
 

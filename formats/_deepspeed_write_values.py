@@ -1,12 +1,13 @@
 """How does state that isn't tensors of the model come into DeepSpeed's pickles?
 
-Plain data (:mod:`reshard.plain`) becomes what DeepSpeed's own engine pickles: arrays become
-tensors, and the few classes that it expects (loss scalers, the stage) are written by name; none
-is imported.
+Plain data (:mod:`reshard.plain`) becomes what a training script and DeepSpeed's own engine pickle:
+tensors, numpy's arrays, namespaces; the few classes that DeepSpeed expects (loss scalers, the
+stage) are written by name. None is imported.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,9 @@ from reshard.format import Loss
 from reshard.formats._deepspeed_write_sheet import Local, Sheet
 from reshard.layout import Entry
 from reshard.manifest import Manifest
+from reshard.pickle_stubs import StoredArray
 from reshard.pickle_write import Call, Global, NewObj
-from reshard.plain import LeftOut, TensorRef
+from reshard.plain import LeftOut, NumpyArray, TensorRef
 from reshard.stored import DTypeName
 
 VERSION = "0.19.8"
@@ -62,13 +64,13 @@ class Plain:
             return None
         if isinstance(value, TensorRef):
             return self._tensor(value, path)
-        if isinstance(value, np.ndarray):
-            if value.dtype.name not in BY_NAME:
-                self.lost(Loss(path, f"an array of {value.dtype} can't be carried"))
-                return None
-            return self.sheet.array(value)
+        if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (str, bytes)):
+            return self._array(value, path)
         if isinstance(value, Mapping):
             return self.mapping(value, path)
+        if isinstance(value, Namespace):
+            attributes = self.mapping(vars(value), path)
+            return NewObj(Global("argparse", "Namespace"), attributes or None)
         if isinstance(value, (list, tuple)):
             found = [self.value(v, f"{path}/{i}") for i, v in enumerate(value)]
             return tuple(found) if isinstance(value, tuple) else found
@@ -89,6 +91,16 @@ class Plain:
             if not isinstance(one, LeftOut):
                 found[key] = made
         return found
+
+    def _array(self, value: np.ndarray[Any, Any] | np.generic, path: str) -> Any:
+        """A tensor, or what numpy itself pickles."""
+        own = isinstance(value, (NumpyArray, np.generic))
+        if value.dtype.kind not in "biufc" if own else value.dtype.name not in BY_NAME:
+            self.lost(Loss(path, f"an array of {value.dtype} can't be carried"))
+            return None
+        if isinstance(value, np.generic):
+            return value
+        return StoredArray.of(value) if own else self.sheet.array(value)
 
     def _tensor(self, ref: TensorRef, path: str) -> Any:
         tensor = self.source.tensors.get(ref.key)

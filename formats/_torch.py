@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
 
 from reshard.builder import Builder, Placed
-from reshard.dtypes import dtype
+from reshard.dtypes import BY_NAME, dtype
 from reshard.layout import CLIENT, Entry
-from reshard.pickle_stubs import Record, StoredArray
-from reshard.plain import LARGEST_ARRAY, LeftOut, TensorRef
-from reshard.stored import Device, DTypeName, StoredTensor
+from reshard.pickle_stubs import GlobalMeta, Record, StoredArray
+from reshard.plain import LARGEST_ARRAY, LeftOut, NumpyArray, TensorRef
+from reshard.stored import StoredTensor
 from reshard.torchfile import TorchFile, read_tensor
 
 
@@ -51,17 +52,9 @@ class Values:
         if isinstance(value, StoredTensor):
             return self._tensor(value, path)
         if isinstance(value, StoredArray):
-            return np.asarray(value.numpy())
-        if isinstance(value, DTypeName):
-            return f"torch.{value}"
-        if isinstance(value, Device):
-            return str(value)
+            return self._array(value, path)
         if isinstance(value, Record):
-            where = "/".join(path)
-            self._builder.note(
-                "left-out", f"an object of {value.qualname} in {self._file.path.name}", where
-            )
-            return LeftOut(value.qualname)
+            return self._record(value, path)
         if isinstance(value, Mapping):
             return {self._key(k): self.plain(v, *path, str(k)) for k, v in value.items()}
         if isinstance(value, list):
@@ -69,20 +62,47 @@ class Values:
         if isinstance(value, tuple):
             return tuple(self.plain(v, *path, str(i)) for i, v in enumerate(value))
         if isinstance(value, (set, frozenset)):
-            return {self.plain(v, *path) for v in value}
+            return self._set(value, path)
         return self._scalar(value, path)
+
+    def _left_out(self, name: str, path: tuple[str, ...], what: str = "an object of") -> LeftOut:
+        self._builder.note("left-out", f"{what} {name} in {self._file.path.name}", "/".join(path))
+        return LeftOut(name)
+
+    def _record(self, value: Record, path: tuple[str, ...]) -> Any:
+        filled = (value.args, value.kwargs, value.items, value.pairs)
+        if value.qualname != "argparse.Namespace" or any(filled):
+            return self._left_out(value.qualname, path)
+        found = Namespace()
+        vars(found).update((k, self.plain(v, *path, k)) for k, v in value.fields.items())
+        return found
+
+    def _array(self, value: StoredArray, path: tuple[str, ...]) -> Any:
+        array = value.numpy() if value.numeric else None
+        if array is None or array.dtype.name not in BY_NAME:
+            return self._left_out("numpy.ndarray", path, "a numpy array that isn't of numbers:")
+        return array.view(NumpyArray)
+
+    def _set(self, value: set[Any] | frozenset[Any], path: tuple[str, ...]) -> Any:
+        found = [self.plain(v, *path) for v in value]
+        if not all(map(_hashable, found)):
+            return self._left_out(type(value).__name__, path, "tensors in a")
+        return set(found) if isinstance(value, set) else frozenset(found)
 
     def _scalar(self, value: Any, path: tuple[str, ...]) -> Any:
         if value is None or isinstance(value, (bool, int, float, str, bytes, bytearray)):
             return value
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-            return np.asarray(value)
-        name = type(value).__name__
-        self._builder.note("left-out", f"a {name} in {self._file.path.name}", "/".join(path))
-        return LeftOut(name)
+        if isinstance(value, np.generic) and value.dtype.name in BY_NAME:
+            return value
+        if isinstance(value, GlobalMeta):
+            return self._left_out(value.qualname, path, "the name")
+        return self._left_out(type(value).__name__, path)
 
     def _key(self, key: Any) -> Any:
-        if isinstance(key, (str, int, float, bool, bytes, tuple)) or key is None:
+        """A dict's key; one that isn't plain is named by its text."""
+        if isinstance(key, tuple):
+            return tuple(self._key(k) for k in key)
+        if isinstance(key, (str, int, float, bool, bytes)) or key is None:
             return key
         return str(key)
 
@@ -94,3 +114,9 @@ class Values:
         entry = Entry(name, tensor.shape)
         self.tensors.append(placed(self._builder, self._file, tensor, entry))
         return TensorRef(name, CLIENT)
+
+
+def _hashable(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_hashable, value))
+    return isinstance(value, Hashable)

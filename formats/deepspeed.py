@@ -135,11 +135,23 @@ def _engine_state(checkpoint: Checkpoint, values: Values) -> dict[str, Any]:
     state["version"] = data.get("ds_version")
     state["config"] = values.plain(config_of(checkpoint.first), "ds_config")
     state["dtype"] = _model_dtype(config_of(checkpoint.first))
+    if checkpoint.names.layers:
+        state["layers"] = sorted({layer for layer, _ in checkpoint.names.layers})
+    if checkpoint.moe_layers:
+        state["moe_layers"] = list(checkpoint.moe_layers)
     if checkpoint.optims:
         optim = checkpoint.optims[0, 0]
         state.update(_scaling(optimizer_dict(optim), optim))
         state["bf16_optimizer"] = "zero_stage" not in optimizer_dict(optim)
+        state["round_robin"] = _round_robin(checkpoint, bf16=state["bf16_optimizer"])
     return state
+
+
+def _round_robin(checkpoint: Checkpoint, *, bf16: bool) -> int:
+    """To how many ranks parameters were dealt out in turn; 0 if they weren't."""
+    zero = config_of(checkpoint.first).get("zero_optimization")
+    asked = isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
+    return checkpoint.world if asked and not bf16 and checkpoint.stage in (1, 2) else 0
 
 
 def _model_dtype(config: Mapping[str, Any]) -> str:

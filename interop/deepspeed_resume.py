@@ -52,6 +52,19 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "aligned": {"schedule": True, "zero": {"parameter_alignment": True}},
     "round robin": {"schedule": True, "zero": {"round_robin_gradients": True}},
     "fp32 accumulation": {"schedule": True, "top": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "experts": {"schedule": True, "experts": [4, 4]},
+    "experts unlike": {"experts": [4, 2], "residual": True, "tied": True},
+    "experts frozen": {"schedule": True, "experts": [4, 0], "frozen": True},
+    "experts round robin": {"experts": [4, 2], "zero": {"round_robin_gradients": True}},
+    "experts aligned": {"experts": [4, 2], "zero": {"parameter_alignment": True}},
+    "experts fp32 accumulation": {
+        "experts": [4, 2],
+        "top": {"data_types": {"grad_accum_dtype": "fp32"}},
+    },
+    "experts data first": {
+        "experts": [4, 4],
+        "top": {"use_data_before_expert_parallelism": True},
+    },
 }
 
 WORLDS = ((2, 4), (4, 2), (2, 3), (4, 1), (2, 2))
@@ -60,29 +73,45 @@ STAGES = ((1, 1), (2, 2), (3, 3), (1, 2), (2, 3), (3, 1), (3, 2), (1, 3), (2, 1)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An uninterrupted run and its checkpoint."""
+    """An uninterrupted run and its checkpoint; the degree is that of expert parallelism."""
 
     variant: str
     dtype: str
     stage: int
     world: int
+    degree: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.variant.replace(' ', '-')}-{self.dtype}-stage{self.stage}-p{self.world}"
+        return f"{self.variant.replace(' ', '-')}-{self.dtype}-{self.place}"
+
+    @property
+    def place(self) -> str:
+        return place_name(self.variant, self.stage, self.world, self.degree)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A source and the world size and stage to resume at."""
+    """A source and the world size, stage and degree to resume at."""
 
     source: Source
     stage: int
     world: int
+    degree: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.source.name}-to-stage{self.stage}-p{self.world}"
+        return f"{self.source.name}-to-{self.place}"
+
+    @property
+    def place(self) -> str:
+        return place_name(self.source.variant, self.stage, self.world, self.degree)
+
+
+def place_name(variant: str, stage: int, world: int, degree: int) -> str:
+    """Stage, ranks and, for models with experts, the degree."""
+    experts = f"-e{degree}" if "experts" in VARIANTS[variant] else ""
+    return f"stage{stage}-p{world}{experts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +139,29 @@ def all_cases() -> list[Case]:
         cases += [Case(Source(variant, "bf16", 3, 2), new, 3) for new in (1, 2)]
     cases += [Case(Source("constant lr", "fp32", s, 2), s, 3) for s in (1, 2, 3)]
     cases += [Case(Source("fp32 accumulation", "bf16", 1, 2), 1, 3)]
+    return cases + cases_with_experts()
+
+
+def cases_with_experts() -> list[Case]:
+    """Models with experts: stages, worlds and degrees of expert parallelism."""
+    cases = []
+    for dtype in ("fp32", "bf16"):
+        for old, new in ((1, 1), (2, 2), (1, 2), (2, 1)):
+            source = Source("experts", dtype, old, 4, 2)
+            places = [(2, 2), (6, 2), (4, 2)]
+            if old == new:
+                places += [(4, 4), (4, 1), (3, 1), (2, 1)]
+            cases += [Case(source, new, world, degree) for world, degree in places]
+        cases += [Case(Source("experts", dtype, 2, 4, 4), 2, w, d) for w, d in ((2, 2), (6, 2))]
+        cases += [Case(Source("experts", dtype, 1, 2, 1), 1, w, d) for w, d in ((3, 1), (4, 4))]
+    for variant in ("experts unlike", "experts round robin", "experts aligned"):
+        for stage in (1, 2):
+            source = Source(variant, "bf16", stage, 4, 2)
+            cases += [Case(source, 3 - stage, w, d) for w, d in ((6, 2), (2, 2), (3, 1))]
+    for variant in ("experts frozen", "experts fp32 accumulation", "experts data first"):
+        source = Source(variant, "bf16", 1, 4, 2)
+        cases += [Case(source, 1, w, d) for w, d in ((6, 2), (2, 2), (2, 1))]
+    cases += [Case(Source("experts data first", "bf16", 2, 4, 2), 2, 6, 2)]
     return cases
 
 
@@ -197,6 +249,8 @@ def convert(command: str, case: Case, checkpoint: Path, to: Path) -> str:
     source = case.source
     arguments = ["convert", str(checkpoint), str(to), "--from", str(source.world)]
     arguments += ["--to", str(case.world), "--stage", str(case.stage), "--format", "deepspeed"]
+    if case.degree != source.degree:
+        arguments += ["--expert-parallel", str(case.degree)]
     if source.stage == 3:  # every rank saved its own buffers, and they differ
         arguments += ["--replicas", "first"]
     done = subprocess.run(
@@ -208,9 +262,10 @@ def convert(command: str, case: Case, checkpoint: Path, to: Path) -> str:
     return f"zreshard exited with {done.returncode}: {said[:160]}"
 
 
-def run_fields(source: Source, stage: int, **more: Any) -> dict[str, Any]:
-    """The trainer's fields for a run of this model at `stage`."""
-    return {**VARIANTS[source.variant], "dtype": source.dtype, "stage": stage, "stop": STOP, **more}
+def run_fields(source: Source, stage: int, degree: int, **more: Any) -> dict[str, Any]:
+    """The trainer's fields for a run of this model at a stage and degree."""
+    fields = {"dtype": source.dtype, "stage": stage, "degree": degree, "stop": STOP}
+    return {**VARIANTS[source.variant], **fields, **more}
 
 
 def train_sources(deepspeed: DeepSpeed, sources: Iterable[Source]) -> dict[Source, dict[str, Any]]:
@@ -220,7 +275,9 @@ def train_sources(deepspeed: DeepSpeed, sources: Iterable[Source]) -> dict[Sourc
     for source in sources:
         by_world[source.world].append(source)
     for world, group in by_world.items():
-        runs = {f"source/{s.name}": run_fields(s, s.stage, save_at=SAVE_AT) for s in group}
+        runs = {
+            f"source/{s.name}": run_fields(s, s.stage, s.degree, save_at=SAVE_AT) for s in group
+        }
         found = deepspeed.run(world, runs)
         results |= {s: found[f"source/{s.name}"] for s in group}
     return results
@@ -255,6 +312,7 @@ def resumed_fields(work: Path, case: Case) -> dict[str, Any]:
     return run_fields(
         case.source,
         case.stage,
+        case.degree,
         load=str(work / "converted" / case.name),
         expect=str(work / "source" / case.source.name / "state.pt"),
     )
@@ -285,9 +343,15 @@ def judge(case: Case, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Ou
     return Outcome(worst, found["compared"], problem)
 
 
-def scale_sources(dtype: str) -> tuple[Source, Source]:
-    """One start trained at 2 and at 4 ranks."""
-    return Source("plain", dtype, 2, 2), Source("plain", dtype, 2, 4)
+def scale_sources(variant: str, dtype: str) -> tuple[Source, Source]:
+    """One start trained at 2 and at 4 ranks (experts: at degrees of 1 and 2)."""
+    degree = 2 if "experts" in VARIANTS[variant] else 1
+    return Source(variant, dtype, 2, 2), Source(variant, dtype, 2, 4, degree)
+
+
+def all_scales() -> list[tuple[str, str]]:
+    """The models and element types whose tolerances are looked at."""
+    return [(variant, dtype) for variant in ("plain", "experts") for dtype in TOLERANCE]
 
 
 def print_scale(deepspeed: DeepSpeed, wanted: Mapping[Source, Any]) -> bool:
@@ -297,28 +361,31 @@ def print_scale(deepspeed: DeepSpeed, wanted: Mapping[Source, Any]) -> bool:
     same world size and stage, from the weights alone.
     """
     controls = {
-        f"control/{dtype}": run_fields(
+        f"control/{two.name}": run_fields(
             two,
             two.stage,
+            two.degree,
             load=str(deepspeed.work / "source" / two.name / "checkpoint"),
             load_optimizer=False,
         )
-        for dtype in TOLERANCE
-        for two in scale_sources(dtype)[:1]
+        for scale in all_scales()
+        for two in scale_sources(*scale)[:1]
     }
     found = deepspeed.run(2, controls)
-    print("| dtype | same start, 2 and 4 ranks | tolerance | optimizer state lost |")
-    print("|---|---|---|---|")
+    print("| model | dtype | same start, 2 and 4 ranks | tolerance | optimizer state lost |")
+    print("|---|---|---|---|---|")
     good = True
-    for dtype, limit in TOLERANCE.items():
-        two, four = (wanted[source] for source in scale_sources(dtype))
-        control = found[f"control/{dtype}"]
+    for variant, dtype in all_scales():
+        limit = TOLERANCE[dtype]
+        sources = scale_sources(variant, dtype)
+        two, four = (wanted[source] for source in sources)
+        control = found[f"control/{sources[0].name}"]
         for result in (two, four, control):
             if "error" in result:
                 raise SystemExit(f"DeepSpeed doesn't run here: {result['error']}")
         noise = deviation(four["losses"], two["losses"])
         lost = deviation(control["losses"], two["losses"])
-        print(f"| {dtype} | {noise:.1e} | {limit:.0e} | {lost:.1e} |")
+        print(f"| {variant} | {dtype} | {noise:.1e} | {limit:.0e} | {lost:.1e} |")
         good = good and noise < limit < lost
     print(flush=True)
     return good
@@ -333,9 +400,14 @@ def print_outcomes(outcomes: Mapping[Case, Outcome]) -> None:
         worst = "-" if outcome.deviation is None else f"{outcome.deviation:.1e}"
         print(
             f"| {source.variant} | {source.dtype} | {source.stage} → {case.stage} "
-            f"| {source.world} → {case.world} | {outcome.compared or '-'} | {worst} "
+            f"| {ranks_text(source)} → {ranks_text(case)} | {outcome.compared or '-'} | {worst} "
             f"| {outcome.problem or 'same'} |"
         )
+
+
+def ranks_text(place: Source | Case) -> str:
+    """Ranks and, for models with experts, the degree."""
+    return f"{place.world}, e{place.degree}" if "-e" in place.place else str(place.world)
 
 
 def default_zreshard() -> str:
@@ -368,10 +440,10 @@ def main() -> int:
     deepspeed = DeepSpeed(args.deepspeed_python, args.work.resolve())
     cases = [case for case in all_cases() if re.search(args.only, case.name)]
     if args.zreshard == "copy":
-        cases = [c for c in cases if (c.world, c.stage) == (c.source.world, c.source.stage)]
+        cases = [c for c in cases if c.place == c.source.place]
     if not cases:
         raise SystemExit(f"no case matches {args.only!r}")
-    scales = [source for dtype in TOLERANCE for source in scale_sources(dtype)]
+    scales = [source for scale in all_scales() for source in scale_sources(*scale)]
     wanted = train_sources(deepspeed, dict.fromkeys([*scales, *(c.source for c in cases)]))
     scale = print_scale(deepspeed, wanted)
     outcomes = resume(deepspeed, args.zreshard, cases, wanted)

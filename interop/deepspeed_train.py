@@ -4,7 +4,8 @@ Run under torchrun with JSON files, each of which describes one run (the fields 
 done in turn, because starting DeepSpeed takes longer than training does. The global batch is the
 same at every world size: step s draws `GLOBAL_BATCH` sequences from a generator seeded by s, and
 each rank takes its equal slice. So two runs that hold the same state must report the same losses,
-up to the order in which sums are taken.
+up to the order in which sums are taken. Experts, too, begin and count as one model's: their weights
+are drawn by their number in the layer, and no token is dropped.
 
 A fresh run trains to `stop`, saves a checkpoint and its live state before step `save_at`, and goes
 on. A resumed run starts from other random weights, loads `load`, compares its live state with the
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups as parallel
 from torch import Tensor, nn
 from torch.nn import functional
 
-GLOBAL_BATCH = 12  # divisible by every world size used (1, 2, 3, 4)
+GLOBAL_BATCH = 12  # divisible by every world size used (1, 2, 3, 4, 6)
 VOCABULARY, WIDTH, HIDDEN, SEQUENCE, BLOCKS = 53, 20, 37, 7, 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,6 +58,12 @@ class Run:
         The `state.pt` that the live state must equal after the load.
     load_optimizer : bool
         False resumes the weights alone: the control that shows what a lost state does.
+    experts : list of int
+        How many experts each block has; none for a model without.
+    degree : int
+        Of expert parallelism.
+    residual : bool
+        Whether a block with experts also has a plain part.
     zero, top : dict
         Merged into `zero_optimization` and into the whole DeepSpeed configuration.
     """
@@ -69,24 +79,58 @@ class Run:
     tied: bool = False
     frozen: bool = False
     schedule: bool = False
+    experts: list[int] = field(default_factory=list)
+    degree: int = 1
+    residual: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
+
+
+class Expert(nn.Module):
+    """What a block does to channels, with a buffer that is saved."""
+
+    number: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.register_buffer("number", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.down(functional.gelu(self.up(x)))
+        return mixed
 
 
 class Block(nn.Module):
     """A residual block that mixes positions causally, then channels."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 0, degree: int = 1, residual: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.mix = nn.Parameter(torch.randn(SEQUENCE, SEQUENCE) / SEQUENCE)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.moe: MoE | None = None
+        if experts:
+            self.moe = MoE(
+                WIDTH,
+                Expert(),
+                num_experts=experts,
+                ep_size=degree,
+                use_residual=residual,
+                drop_tokens=False,
+                use_rts=False,
+            )
+        else:
+            self.up = nn.Linear(WIDTH, HIDDEN)
+            self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mix.tril() @ self.norm(x)
-        mixed: Tensor = x + self.down(functional.gelu(self.up(x)))
-        return mixed
+        if self.moe is None:
+            mixed: Tensor = x + self.down(functional.gelu(self.up(x)))
+            return mixed
+        routed: Tensor = x + self.moe(x)[0]
+        return routed
 
 
 class TinyModel(nn.Module):
@@ -95,21 +139,25 @@ class TinyModel(nn.Module):
     steps: Tensor
     mean: Tensor
 
-    def __init__(self, tied: bool, frozen: bool) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Embedding(SEQUENCE, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        experts = run.experts or [0] * BLOCKS
+        self.blocks = nn.ModuleList([Block(n, run.degree, run.residual) for n in experts])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         nn.init.normal_(self.token.weight, std=0.3)  # as a head, when tied: keeps the loss small
         self.gain = nn.Parameter(torch.ones(1))
         self.shift = nn.Parameter(torch.linspace(-1, 1, 3))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(5))
-        if tied:
+        if run.tied:
             self.head.weight = self.token.weight
-        if frozen:
+        if run.frozen:
             self.position.weight.requires_grad_(False)
+            for name, p in self.named_parameters():
+                still = "deepspeed_experts" in name and name.endswith("down.bias")
+                p.requires_grad_(p.requires_grad and not still)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.token(ids) + self.position.weight
@@ -121,13 +169,40 @@ class TinyModel(nn.Module):
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, the rest doesn't: two groups with their own settings."""
+def forget_groups() -> None:
+    """Let DeepSpeed make process groups of experts anew: it keeps those of the run before."""
+    for table in (
+        parallel._EXPERT_PARALLEL_GROUP,
+        parallel._EXPERT_PARALLEL_GROUP_RANKS,
+        parallel._EXPERT_DATA_PARALLEL_GROUP,
+        parallel._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+    ):
+        table.clear()
+
+
+def draw_experts(run: Run, model: nn.Module, rank: int, world: int) -> None:
+    """Give this rank's experts weights that depend on their numbers alone."""
+    block = rank % run.degree
+    if run.top.get("use_data_before_expert_parallelism"):
+        block = rank // (world // run.degree)
+    for layer, moe in enumerate(m for m in model.modules() if isinstance(m, MoE)):
+        for index, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+            number = block * moe.num_local_experts + index
+            generator = torch.Generator().manual_seed(100 * (2 if run.load else 1) + number + layer)
+            expert.number.fill_(number + 10 * layer + (50 if run.load else 0))
+            for p in expert.parameters():
+                drawn = torch.rand(p.shape, generator=generator) - 0.5
+                p.data.copy_(drawn * 2 / p.shape[-1] ** 0.5)
+
+
+def parameter_groups(run: Run, model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, the rest doesn't: two groups with their own settings, as many of experts."""
     parameters = list(model.parameters())
-    return [
+    some: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1, "name": "decay"},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "name": "plain"},
     ]
+    return split_params_into_different_moe_groups_for_optimizer(some) if run.experts else some
 
 
 def configuration(run: Run, world: int) -> dict[str, Any]:
@@ -150,13 +225,14 @@ def configuration(run: Run, world: int) -> dict[str, Any]:
     return {**config, **run.top}
 
 
-def flat_groups(optimizer: Any, world: int) -> Iterator[tuple[list[Any], list[int], Tensor]]:
+def flat_groups(optimizer: Any) -> Iterator[tuple[list[Any], list[int], Tensor]]:
     """Yield (parameters, offset of each in the flat order, this rank's master partition).
 
     Stage 3 cuts every parameter over the ranks, so there the offsets are those inside a partition;
     stages 1 and 2 cut the whole flat group, so there they are those inside the whole.
     """
     if hasattr(optimizer, "fp16_groups"):  # stage 3
+        world = dist.get_world_size()
         for group, flat in zip(
             optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True
         ):
@@ -177,26 +253,47 @@ def flat_groups(optimizer: Any, world: int) -> Iterator[tuple[list[Any], list[in
             yield group, [sum(sizes[:i]) for i in range(len(sizes))], flat
 
 
-def gather(local: Tensor, world: int) -> list[Tensor]:
-    """Every rank's partition, in rank order."""
-    parts = [torch.empty_like(local) for _ in range(world)]
-    dist.all_gather(parts, local.detach().contiguous())
+def gather(local: Tensor, among: Any) -> list[Tensor]:
+    """The partitions of the ranks of a process group (``None``: of all), in rank order."""
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(among))]
+    dist.all_gather(parts, local.detach().contiguous(), group=among)
     return parts
 
 
-def live_state(engine: Any, world: int) -> dict[str, Tensor]:
+def numbered(engine: Any) -> Callable[[str], str]:
+    """What a tensor of this rank's experts is called among all experts."""
+    first = {
+        f"{name}.deepspeed_moe.experts.deepspeed_experts": moe.num_local_experts
+        * parallel._get_expert_parallel_rank(moe.expert_group_name)
+        for name, moe in engine.module.named_modules()
+        if isinstance(moe, MoE)
+    }
+
+    def rename(name: str) -> str:
+        for prefix, begin in first.items():
+            if name.startswith(prefix):
+                index, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+                return f"{prefix}.{begin + int(index)}.{rest}"
+        return name
+
+    return rename
+
+
+def live_state(engine: Any) -> dict[str, Tensor]:
     """Masters, moments and steps that the engine would use next, whole, by parameter name."""
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in engine.module.named_parameters()}
+    rename = numbered(engine)
+    names = {id(p): rename(name) for name, p in engine.module.named_parameters()}
+    holders = getattr(optimizer, "real_dp_process_group", {})
     state: dict[str, Tensor] = {}
-    for group, offsets, flat in flat_groups(optimizer, world):
+    for index, (group, offsets, flat) in enumerate(flat_groups(optimizer)):
         slots = optimizer.optimizer.state[flat]
         for kind, local in (("master", flat), *((m, slots[m]) for m in MOMENTS if m in slots)):
-            parts = gather(local, world)
+            parts = gather(local, holders[index] if holders else None)
             for p, offset in zip(group, offsets, strict=True):
                 size = getattr(p, "ds_numel", p.numel())
                 if hasattr(p, "ds_numel"):
-                    piece = -(-size // world)
+                    piece = -(-size // len(parts))
                     whole = torch.cat([part[offset : offset + piece] for part in parts])[:size]
                 else:
                     whole = torch.cat(parts)[offset : offset + size]
@@ -204,24 +301,37 @@ def live_state(engine: Any, world: int) -> dict[str, Tensor]:
         for p in group:
             if "step" in slots:
                 state[f"step.{names[id(p)]}"] = torch.tensor(float(slots["step"]))
-    state.update(weights_and_buffers(engine))
-    return state
+    state.update(weights_and_buffers(engine, rename))
+    return with_all_experts(state)
 
 
-def weights_and_buffers(engine: Any) -> dict[str, Tensor]:
+def weights_and_buffers(engine: Any, rename: Callable[[str], str]) -> dict[str, Tensor]:
     """The weights of the forward pass (frozen ones too), buffers, and learning rates."""
     state: dict[str, Tensor] = {}
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([p]):
-            state[f"weight.{name}"] = p.detach().flatten().clone()
+            state[f"weight.{rename(name)}"] = p.detach().flatten().clone()
     for name, buffer in engine.module.named_buffers():
-        state[f"buffer.{name}"] = buffer.clone()
+        state[f"buffer.{rename(name)}"] = buffer.clone()
     groups = engine.optimizer.optimizer.param_groups
     for key in ("lr", "weight_decay"):
         state[f"group.{key}"] = torch.tensor([g[key] for g in groups], dtype=torch.float64)
     if engine.lr_scheduler is not None:
         state["schedule"] = torch.tensor(engine.lr_scheduler.last_batch_iteration)
     return state
+
+
+def with_all_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state with the experts of all ranks; of two ranks with the same ones they are equal."""
+    mine = {key: value for key, value in state.items() if ".deepspeed_experts." in key}
+    theirs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine)
+    found = dict(state)
+    for one in theirs:
+        for key, value in one.items():
+            if not torch.equal(found.setdefault(key, value), value):
+                raise SystemExit(f"{key} differs between ranks that hold the same expert")
+    return found
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -254,10 +364,12 @@ def train_step(engine: Any, step: int, rank: int, world: int) -> float:
 def execute(run: Run, rank: int, world: int) -> dict[str, Any]:
     """Do the run; what it returns goes to `result.json`."""
     torch.manual_seed(2 if run.load else 1)  # a resumed run must owe nothing to its start
-    model = TinyModel(run.tied, run.frozen)
+    forget_groups()
+    model = TinyModel(run)
+    draw_experts(run, model, rank, world)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model,
-        model_parameters=parameter_groups(model),
+        model_parameters=parameter_groups(run, model),
         config=configuration(run, world),
     )
     result: dict[str, Any] = {"world": world, "optimizer": type(optimizer).__name__}
@@ -268,12 +380,12 @@ def execute(run: Run, rank: int, world: int) -> dict[str, Any]:
     if run.expect:
         expected = torch.load(run.expect, weights_only=True)
         result["compared"] = len(expected)
-        result["different"] = differences(live_state(engine, world), expected)
+        result["different"] = differences(live_state(engine), expected)
     losses: dict[str, float] = {}
     for step in range(engine.global_steps, run.stop):
         if step == run.save_at:
             engine.save_checkpoint(str(Path(run.out) / "checkpoint"))
-            state = live_state(engine, world)
+            state = live_state(engine)
             if rank == 0:
                 torch.save(state, Path(run.out) / "state.pt")
         losses[str(step)] = train_step(engine, step, rank, world)

@@ -207,6 +207,31 @@ class StoredArray(Record):
 
     __slots__ = ()
 
+    @classmethod
+    def of(cls, array: npt.NDArray[Any]) -> StoredArray:
+        """Make one of an array of numbers.
+
+        Raises
+        ------
+        UnsupportedError
+            Numpy itself doesn't have the type of its elements (``bfloat16``, say), or they aren't
+            numbers.
+        """
+        if array.dtype.kind not in "biufc":
+            raise UnsupportedError(f"a numpy array of {array.dtype} can't be pickled")
+        dtype = ArrayDType("numpy.dtype", (array.dtype.str[1:],))
+        dtype.state = (3, array.dtype.str[0], None, None, None, -1, -1, 0)
+        found = cls("numpy.core.multiarray._reconstruct")
+        found.state = (1, array.shape, dtype, False, array.tobytes())
+        return found
+
+    @property
+    def numeric(self) -> bool:
+        """Whether it holds numbers, and not objects, fields, dates or text."""
+        dtype = self.state[2] if isinstance(self.state, tuple) and len(self.state) == 5 else None
+        found = dtype.numpy() if isinstance(dtype, ArrayDType) else None
+        return found is not None and found.kind in "biufc"
+
     def numpy(self) -> npt.NDArray[Any]:
         """Give the array (read-only, over the pickle's own bytes).
 

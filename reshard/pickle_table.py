@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.pickle_scan import BadPickleError
-from reshard.pickle_stubs import GlobalStub, Opaque, OrderedMapping, StoredArray
-from reshard.stored import STORAGE_CLASS, Device, Size, StorageRef, StoredTensor, brief
+from reshard.pickle_stubs import GlobalStub, Opaque, OrderedMapping, Record, StoredArray
+from reshard.stored import DEVICE, STORAGE_CLASS, Device, Size, StorageRef, StoredTensor, brief
 
 Factory = Callable[..., object]
 
@@ -102,9 +102,11 @@ def _layout(name: Any) -> str:
 
 
 def _device(kind: Any, index: Any = None) -> Device:
-    if not isinstance(kind, str) or not isinstance(index, int | None):
-        raise CorruptError(f"a device is {brief(kind)}, {brief(index)}")
-    return Device(kind if index is None else f"{kind}:{index}")
+    if isinstance(kind, str) and isinstance(index, int | None):
+        found = kind if index is None else f"{kind}:{index}"
+        if DEVICE.fullmatch(found):
+            return Device(found)
+    raise CorruptError(f"a device is {brief(kind)}, {brief(index)}")
 
 
 # ---------------------------------------------------------------------------- plain Python
@@ -193,6 +195,7 @@ COPYING: Final[Mapping[str, Factory]] = {
     "torch.Size": _size,
 }
 PLAIN: Final[Mapping[str, Factory]] = {
+    "argparse.Namespace": Record,
     "builtins.bool": _number_of(bool),
     "builtins.complex": _number_of(complex),
     "builtins.float": _number_of(float),

@@ -2,7 +2,8 @@
 
 Training state holds more kinds of value than JSON has: tuples, bytes, integer keys, NaN, small
 arrays. Each of those becomes an object with one key that begins with ``$``; the rest stands for
-itself. Values are data only: a class instance can't come in or out.
+itself. Values are data only: no mark names a class, and the few kinds of object that there are
+hold nothing but values.
 
 ===============  =====================================================
 ``$tuple``       a tuple
@@ -11,7 +12,11 @@ itself. Values are data only: a class instance can't come in or out.
 ``$bytes``       bytes, base64
 ``$float``       ``nan``, ``inf`` or ``-inf``
 ``$dict``        a dict whose keys aren't all plain text, as pairs
-``$array``       an array: dtype, shape, little-endian bytes in base64
+``$namespace``   an ``argparse.Namespace``: its attributes, as a dict
+``$array``       an array: dtype, shape, little-endian bytes in base64;
+                 ``kind`` says whether it was numpy's, or is a tensor
+``$dtype``       one of torch's element types, by its name
+``$device``      one of torch's devices
 ``$tensor``      a tensor of the checkpoint, by name and state
 ``$left-out``    a value that couldn't be carried: what it was
 ===============  =====================================================
@@ -25,15 +30,17 @@ import base64
 import binascii
 import json
 import math
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from reshard.dtypes import BY_NAME, from_numpy
+from reshard.dtypes import BY_NAME, BY_TORCH, from_numpy
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.layout import TensorKey
+from reshard.stored import DEVICE, Device, DTypeName
 
 LARGEST_ARRAY = 64 << 10
 """Bytes of the largest array that is kept inside JSON; larger ones are tensors."""
@@ -61,6 +68,13 @@ class TensorRef:
         return self.name, self.state
 
 
+class NumpyArray(np.ndarray[Any, Any]):
+    """An array that was numpy's own where it came from; any other array stands for a tensor.
+
+    Made by ``array.view(NumpyArray)``.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """Stands where a value was that can't be carried.
@@ -77,8 +91,7 @@ class LeftOut:
 def encode(value: Any) -> Any:
     """Turn plain data into what JSON has.
 
-    A numpy scalar becomes a 0-d array, except ``numpy.float64``, which is a Python float; a
-    bytearray becomes bytes, and any mapping a dict.
+    Numpy's text and bytes are Python's; a bytearray becomes bytes, and any mapping a dict.
 
     Raises
     ------
@@ -96,8 +109,14 @@ def _encode(value: Any, depth: int) -> Any:
         raise UnsupportedError(f"plain data that nests deeper than {DEEPEST} levels")
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, DTypeName):
+        return {"$dtype": str(value)}
+    if isinstance(value, Device):
+        return {"$device": str(value)}
     if isinstance(value, str):
         return str(value)
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.bytes_):
+        return {"$array": _encode_array(value)}
     if isinstance(value, int):
         if value.bit_length() > LONGEST_INT:
             raise UnsupportedError(f"an integer of {value.bit_length()} bits in plain data")
@@ -114,12 +133,12 @@ def _encode(value: Any, depth: int) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        if all(isinstance(k, str) and not k.startswith("$") for k in value):
+        if all(_is_json_key(k) for k in value):
             return {str(k): _encode(v, depth + 1) for k, v in value.items()}
         pairs = value.items()
         return {"$dict": [[_encode(k, depth + 3), _encode(v, depth + 3)] for k, v in pairs]}
-    if isinstance(value, (np.ndarray, np.generic)):
-        return {"$array": _encode_array(np.asarray(value))}
+    if type(value) is Namespace:
+        return {"$namespace": _encode(vars(value), depth + 1)}
     if isinstance(value, TensorRef):
         return {"$tensor": [value.name, value.state]}
     if isinstance(value, LeftOut):
@@ -127,14 +146,24 @@ def _encode(value: Any, depth: int) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
-def _encode_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _is_json_key(key: object) -> bool:
+    plain = isinstance(key, str) and not isinstance(key, (DTypeName, Device))
+    return plain and not str(key).startswith("$")
+
+
+def _encode_array(array: np.ndarray[Any, Any] | np.generic) -> dict[str, Any]:
     kind = from_numpy(array.dtype)
     data = np.ascontiguousarray(array, kind.numpy).tobytes()
-    return {
+    found: dict[str, Any] = {
         "dtype": kind.name,
         "shape": list(array.shape),
         "data": base64.b64encode(data).decode(),
     }
+    if isinstance(array, np.generic):
+        found["kind"] = "scalar"
+    elif isinstance(array, NumpyArray):
+        found["kind"] = "numpy"
+    return found
 
 
 def decode(value: Any, where: str = "") -> Any:
@@ -178,12 +207,28 @@ def _decode(value: Any) -> Any:
         return float(inner)
     if mark == "$dict":
         return {_decode(k): _decode(v) for k, v in inner}
+    if mark == "$namespace":
+        found = Namespace()
+        vars(found).update(_decode(inner))
+        return found
     if mark == "$array":
-        data = np.frombuffer(base64.b64decode(inner["data"]), np.uint8)
-        return data.view(BY_NAME[inner["dtype"]].numpy).reshape(inner["shape"]).copy()
+        return _decode_array(inner)
+    if mark == "$dtype":
+        return DTypeName(inner)
+    if mark == "$device":
+        return Device(inner)
     if mark == "$tensor":
         return TensorRef(*inner)
     return LeftOut(inner)
+
+
+def _decode_array(inner: dict[str, Any]) -> Any:
+    data = np.frombuffer(base64.b64decode(inner["data"]), np.uint8)
+    array = data.view(BY_NAME[inner["dtype"]].numpy).reshape(inner["shape"]).copy()
+    kind = inner.get("kind")
+    if kind == "scalar":
+        return array[()]
+    return array.view(NumpyArray) if kind == "numpy" else array
 
 
 def _mark_of(value: dict[str, Any]) -> str | None:
@@ -255,6 +300,8 @@ def _mark_faults(mark: str, inner: Any, place: str, depth: int) -> Iterator[tupl
             return
         found = list(faults(inner, place, depth))
         yield from found or _hash_faults([k for k, _ in inner], place)
+    elif mark == "$namespace":
+        yield from _namespace_faults(inner, place, depth)
     elif mark == "$bytes":
         if _base64(inner) is None:
             yield place, f"is {shown(inner)}; expected base64"
@@ -263,6 +310,12 @@ def _mark_faults(mark: str, inner: Any, place: str, depth: int) -> Iterator[tupl
             yield place, f'is {shown(inner)}; expected "nan", "inf" or "-inf"'
     elif mark == "$array":
         yield from _array_faults(inner, place)
+    elif mark == "$dtype":
+        if not isinstance(inner, str) or inner not in BY_TORCH:
+            yield place, f"is {shown(inner)}; expected the name of an element type of torch"
+    elif mark == "$device":
+        if not isinstance(inner, str) or not DEVICE.fullmatch(inner):
+            yield place, f"is {shown(inner)}; expected a device such as cuda:0"
     elif mark == "$tensor":
         if not _is_pair(inner) or not all(isinstance(v, str) for v in inner):
             yield place, f"is {shown(inner)}; expected a pair of texts [name, state]"
@@ -271,6 +324,17 @@ def _mark_faults(mark: str, inner: Any, place: str, depth: int) -> Iterator[tupl
             yield place, f"is {shown(inner)}; expected a text"
     else:
         yield place.rpartition("/")[0], f"has the unknown mark {shown(mark)}"
+
+
+def _namespace_faults(inner: Any, place: str, depth: int) -> Iterator[tuple[str, str]]:
+    marks = [k for k in inner if k.startswith("$")] if isinstance(inner, dict) else ["$"]
+    if marks not in ([], ["$dict"]):
+        yield place, f"is {shown(inner)}; expected a dict"
+        return
+    found = list(faults(inner, place, depth))
+    yield from found
+    if not found and not all(type(k) is str for k in _decode(inner)):
+        yield place, "has attributes whose names aren't texts"
 
 
 def _hash_faults(values: list[Any], place: str) -> Iterator[tuple[str, str]]:
@@ -299,10 +363,15 @@ def _base64(value: Any) -> bytes | None:
 
 def _array_faults(inner: Any, place: str) -> Iterator[tuple[str, str]]:
     keys = ("dtype", "shape", "data")
-    if not isinstance(inner, dict) or set(inner) != set(keys):
+    if not isinstance(inner, dict) or set(inner) - {"kind"} != set(keys):
         yield place, f"is {shown(inner)}; expected an object with the keys {', '.join(keys)}"
         return
     name, shape, data = (inner[k] for k in keys)
+    if "kind" in inner and inner["kind"] not in ("numpy", "scalar"):
+        yield f"{place}/kind", f'is {shown(inner["kind"])}; expected "numpy" or "scalar"'
+    elif inner.get("kind") == "scalar" and shape != []:
+        yield f"{place}/shape", f"is {shown(shape)}; a scalar has no dims"
+        return
     kind = BY_NAME.get(name) if isinstance(name, str) else None
     if kind is None or kind.bits % 8:
         yield f"{place}/dtype", f"is {shown(name)}; expected an element type of whole bytes"
@@ -328,6 +397,8 @@ def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
         ``path`` has a key or an index a level.
     """
     yield path, value
+    if type(value) is Namespace:
+        value = vars(value)
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from walk(inner, (*path, str(key)))

@@ -60,6 +60,51 @@ def test_native_there_and_back(fixtures_dir: Path, tmp_path: Path, name: str) ->
         assert rest(returned) == rest(manifest)
 
 
+WRITABLE = [n for n in _names() if not n.startswith("z0") and "elastic" not in n]
+
+
+def ways(name: str) -> tuple[tuple[int, int], ...]:
+    """World sizes and stages that DeepSpeed has for such a model."""
+    if name.startswith("moe"):
+        return ((2, 1), (6, 2), (12, 1))
+    return ((1, 1), (3, 1), (12, 1)) if name.startswith("pp") else ((1, 2), (3, 3), (12, 1))
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_deepspeed_there_and_back(fixtures_dir: Path, tmp_path: Path, name: str) -> None:
+    source = real.open_case(fixtures_dir / "deepspeed" / name)
+    home = Wanted(format="deepspeed", world=source.world, stage=source.stage)
+    convert(source.manifest, tmp_path / "home", home, FAST)
+    expected = digests(Checkpoint(open_manifest(tmp_path / "home")))
+    given = digests(source)
+    assert {k: v for k, v in given.items() if k in expected} == expected
+    for world, stage in ways(name):
+        there, back = tmp_path / f"{world}", tmp_path / f"{world}.back"
+        wanted = Wanted(format="deepspeed", world=world, stage=stage)
+        convert(source.manifest, there, wanted, FAST)
+        convert(there, back, replace(home, from_world=world), FAST)
+        returned = open_manifest(back)
+        assert digests(Checkpoint(returned)) == expected
+        assert returned.layout.mesh == source.manifest.layout.mesh
+        names = {p.name for p in (tmp_path / "home").rglob("*.pt")}
+        assert {p.name for p in back.rglob("*.pt")} == names
+
+
+def test_elastic_with_settings_that_are_given(fixtures_dir: Path, tmp_path: Path) -> None:
+    """Elastic files hold no settings of the optimizer; who knows them can say them."""
+    case = fixtures_dir / "deepspeed" / "z2_p4_bf16_elastic"
+    source = open_manifest(case / "ckpt")
+    assert [dict(g.settings) for g in source.groups] == [{}, {}]
+    likewise = open_manifest(fixtures_dir / "deepspeed" / "z2_p4_bf16" / "ckpt")
+    groups = tuple(
+        replace(own, settings=other.settings)
+        for own, other in zip(source.groups, likewise.groups, strict=True)
+    )
+    convert(replace(source, groups=groups), tmp_path / "t", Wanted(world=3, stage=1), FAST)
+    equal, missing = real.compare(Checkpoint(open_manifest(tmp_path / "t")), case)
+    assert (equal, missing) == (126, ["buffer.mask"])
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_clipping_is_not_guessed(golden_dir: Path, tmp_path: Path, known: bool) -> None:
     """The norm in a file replaces that of the resuming run: an unknown one is left out."""

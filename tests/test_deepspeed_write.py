@@ -1,20 +1,13 @@
 """DeepSpeed checkpoints are written as DeepSpeed itself would have written them.
 
-Looked at with torch alone: the pickles are loaded by ``torch.load``, with inert stand-ins for the
-classes of DeepSpeed, and the flat partitions are put together again by the plainest code. The
-truth is what the live engines held when they saved.
+Looked at with torch alone (``deepspeed_files``). The truth is what the live engines held when they
+saved.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import pickle
 import re
-import types
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +24,23 @@ from reshard.execute import Options
 from reshard.format import Casts, Draft, Request
 from reshard.formats import _deepspeed_write as writing
 from reshard.formats import formats
+from reshard.formats._deepspeed_settings import shared_groups
 from reshard.formats._deepspeed_write_groups import Rules, lay_out, round_robin, unrotated
 from reshard.formats._deepspeed_write_sheet import Local
 from reshard.layout import Entry, TensorKey
 from reshard.manifest import Manifest
 from reshard.plain import LeftOut
 from tests import deepspeed_truth as real
+from tests.deepspeed_files import (
+    differences,
+    folder_of,
+    load,
+    models_of,
+    optimizers_of,
+    real_truth,
+    same_bits,
+    whole_of,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -48,132 +52,6 @@ CASES = (
 )  # fmt: skip
 PLAIN = "z2_p2_bf16_tied"
 STAGE3 = "z3_p2_bf16_frozen_tied"
-
-
-# -- reading with torch ------------------------------------------------------------------------
-
-
-class Stub:
-    """An object of a class of DeepSpeed: its name, arguments and attributes."""
-
-    def __init__(self, *args: object) -> None:
-        self.args = args
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _Unpickler(pickle.Unpickler):
-    stubs: Mapping[str, type] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if not module.startswith("deepspeed"):
-            return super().find_class(module, name)
-        made = type(name, (Stub,), {"__module__": module})
-        return _KNOWN.setdefault(f"{module}.{name}", made)
-
-
-_KNOWN: dict[str, type] = {}
-
-
-@lru_cache(256)
-def _load(path: Path) -> Any:
-    """What a file holds; no file of these tests changes once it is written."""
-    fake = types.ModuleType("pickle_with_stubs")
-    fake.Unpickler = _Unpickler  # type: ignore[attr-defined]
-    fake.load = lambda file, **_: _Unpickler(file).load()  # type: ignore[attr-defined]
-    return torch.load(io.BytesIO(path.read_bytes()), weights_only=False, pickle_module=fake)
-
-
-def _folder(root: Path) -> Path:
-    return root / (root / "latest").read_text()
-
-
-def _ranks(folder: Path, pattern: str) -> list[Any]:
-    """The files that match, in the order of the first number of the pattern."""
-    found = [(m, p) for p in folder.iterdir() if (m := re.fullmatch(pattern, p.name))]
-    return [_load(p) for _, p in sorted(found, key=lambda row: int(row[0][1]))]
-
-
-def _models(folder: Path, mp: int = 0) -> list[Any]:
-    return _ranks(folder, rf"zero_pp_rank_(\d+)_mp_rank_{mp:02}_model_states\.pt") or [
-        _load(folder / f"mp_rank_{mp:02}_model_states.pt")
-    ]
-
-
-def _optimizers(folder: Path, mp: int = 0) -> list[Any]:
-    pattern = rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{mp:02}_optim_states\.pt"
-    return [found["optimizer_state_dict"] for found in _ranks(folder, pattern)]
-
-
-def _whole(folder: Path, mp: int = 0) -> dict[str, Any]:
-    """All tensors of one model rank, put together: ``fp32.<name>``, ``exp_avg.<name>``, …"""
-    models, optimizers = _models(folder, mp), _optimizers(folder, mp)
-    three = "fp32_flat_groups" in optimizers[0]
-    found: dict[str, Any] = {}
-    for index, shapes in enumerate(models[0]["param_shapes"]):
-        parts = [_parts(o, index, three) for o in optimizers]
-        for state in parts[0]:
-            some = [p[state] for p in parts]
-            flats = _split3(shapes, some) if three else _split12(shapes, some, optimizers[0], index)
-            found.update({f"{state}.{name}": flat for name, flat in flats})
-    for name, value in (models[0]["module"] or {}).items():
-        kind = "buffer" if name in models[0]["buffer_names"] else "lp"
-        if value.numel() or not three:
-            found[f"{kind}.{name}"] = value
-    if three:
-        for name, shape in models[0]["frozen_param_shapes"].items():
-            pieces = [m["frozen_param_fragments"][name] for m in models]
-            found[f"lp.{name}"] = torch.cat(pieces)[: math.prod(shape)].view(shape)
-    return found
-
-
-def _parts(optimizer: Any, index: int, three: bool) -> dict[str, Any]:
-    """The tensors of a flat group on one rank."""
-    base = optimizer["optimizer_state_dict" if three else "base_optimizer_state"]
-    masters = optimizer["fp32_flat_groups" if three else "single_partition_of_fp32_groups"]
-    states = base["state"].get(index, {})
-    found = {k: v for k, v in states.items() if torch.is_tensor(v) and v.ndim}
-    master = masters[index].detach()
-    missing = len(found["exp_avg"]) - len(master)
-    found["fp32"] = torch.cat([master, torch.zeros(missing)])
-    return found
-
-
-def _split12(shapes: Any, parts: list[Any], optimizer: Any, index: int) -> Iterator[Any]:
-    flat, at = torch.cat(parts), 0
-    assert len(flat) % (2 * len(parts)) == 0
-    known = optimizer.get("param_alignment_paddings")
-    paddings = known[index] if known else [0] * len(shapes)
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        yield name, flat[at : at + math.prod(shape)].view(shape)
-        at += math.prod(shape)
-        assert not flat[at : at + padding].any()
-        at += padding
-    assert len(flat) - at < 2 * len(parts)
-    assert not flat[at:].any()
-
-
-def _split3(shapes: Any, parts: list[Any]) -> Iterator[Any]:
-    at = 0
-    for name, shape in shapes.items():
-        size = -(-math.prod(shape) // len(parts))
-        joined = torch.cat([p[at : at + size] for p in parts])
-        assert not joined[math.prod(shape) :].any()
-        yield name, joined[: math.prod(shape)].view(shape)
-        at += size
-    assert all(len(p) == at for p in parts)
-
-
-def _same(one: Any, other: Any) -> bool:
-    bits = torch.uint8
-    return bool(
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(one.reshape(-1).view(bits), other.reshape(-1).view(bits))
-    )
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -199,24 +77,24 @@ def _with(source: Manifest, **changes: Any) -> Manifest:
 
 def _check_truth(root: Path, case: Path, *, at_least: int) -> None:
     """Everything that the live ranks held is there, bit by bit."""
-    folder = _folder(root)
-    found = _whole(folder)
+    folder = folder_of(root)
+    found = whole_of(folder)
     stages = sorted(folder.glob("layer_*"))
-    aliases = _models(folder)[0]["shared_params"]
+    aliases = models_of(folder)[0]["shared_params"]
     equal = 0
     for path in sorted(case.glob("truth*.safetensors")):
         number = re.search(r"\d+$", path.stem)
-        mine = _whole(folder, int(number[0])) if number else found
+        mine = whole_of(folder, int(number[0])) if number else found
         for layer in stages:
             prefix = str(int(layer.name[6:8]))
-            mine |= {f"lp.{prefix}.{k}": v for k, v in _load(layer).items()}
+            mine |= {f"lp.{prefix}.{k}": v for k, v in load(layer).items()}
         for key, expected in real_truth(path):
             kind, _, name = key.partition(".")
             key = f"{kind}.{aliases.get(name, name)}" if name else key
             if key == "step":
                 _check_steps(folder, expected)
             elif key in mine or not _left_out(folder, kind, name):
-                assert _same(mine[key], expected), key
+                assert same_bits(mine[key], expected), key
                 equal += 1
     assert equal >= at_least
 
@@ -224,25 +102,16 @@ def _check_truth(root: Path, case: Path, *, at_least: int) -> None:
 def _left_out(folder: Path, kind: str, name: str) -> bool:
     """16-bit weights at stage 3, and buffers that aren't saved."""
     if kind == "buffer":
-        return name not in _models(folder)[0]["buffer_names"]
+        return name not in models_of(folder)[0]["buffer_names"]
     return kind == "lp" and _stage(folder) == 3
 
 
-def real_truth(path: Path) -> Iterator[tuple[str, Any]]:
-    """What a live rank held."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as tensors:
-        for key in tensors.keys():  # noqa: SIM118 - not a mapping
-            yield key, tensors.get_tensor(key)
-
-
 def _stage(folder: Path) -> int:
-    return int(_models(folder)[0]["ds_config"]["zero_optimization"]["stage"])
+    return int(models_of(folder)[0]["ds_config"]["zero_optimization"]["stage"])
 
 
 def _check_steps(folder: Path, expected: Any) -> None:
-    for optimizer in _optimizers(folder):
+    for optimizer in optimizers_of(folder):
         base = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
         steps = [float(state["step"]) for state in base["state"].values()]
         assert set(steps) == set(expected.tolist())
@@ -251,38 +120,18 @@ def _check_steps(folder: Path, expected: Any) -> None:
 # -- as DeepSpeed writes -----------------------------------------------------------------------
 
 
-def _differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
-    """Where two loaded values differ; the order of keys doesn't count."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if not _same(one, other) or one.requires_grad != other.requires_grad:
-            yield path
-    elif isinstance(one, Mapping) and isinstance(other, Mapping):
-        yield from (f"{path}/{k}" for k in set(one) ^ set(other))
-        for key in set(one) & set(other):
-            yield from _differences(one[key], other[key], f"{path}/{key}")
-    elif type(one) is not type(other):
-        yield path
-    elif isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            yield path
-        for index, (a, b) in enumerate(zip(one, other, strict=False)):
-            yield from _differences(a, b, f"{path}/{index}")
-    elif one != other:
-        yield path
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "moe_z2_p4_ep2_bf16"])
 def test_same_files_as_deepspeed(fixtures_dir: Path, tmp_path: Path, name: str) -> None:
     case = fixtures_dir / "deepspeed" / name
     source = open_manifest(case / "ckpt")
     stage = source.layout.stage
     assert stage is not None
     _convert(source, tmp_path / "t", source.layout.world, stage)
-    theirs, mine = _folder(case / "ckpt"), _folder(tmp_path / "t")
+    theirs, mine = folder_of(case / "ckpt"), folder_of(tmp_path / "t")
     names = {p.name for p in theirs.glob("*.pt")}
     assert {p.name for p in mine.iterdir()} == names
     for file in sorted(names):
-        found = set(_differences(_load(theirs / file), _load(mine / file)))
+        found = set(differences(load(theirs / file), load(mine / file)))
         # DeepSpeed leaves the padding of stage 3 as it found the memory
         allowed = re.compile(r"/optimizer_state_dict/fp32_flat_groups/\d+")
         assert not {f for f in found if not allowed.fullmatch(f)}, file
@@ -298,11 +147,11 @@ def test_state_at_other_sizes_and_stages(fixtures_dir: Path, tmp_path: Path, nam
         target = tmp_path / f"{world}.{stage}"
         _convert(case / "ckpt", target, world, stage)
         _check_truth(target, case, at_least=60)
-        models = _models(_folder(target))
+        models = models_of(folder_of(target))
         assert {m["dp_world_size"] for m in models} == {world}
-        assert len(_optimizers(_folder(target))) == world
+        assert len(optimizers_of(folder_of(target))) == world
         # a step that two flat groups share would count double
-        for optimizer in _optimizers(_folder(target)):
+        for optimizer in optimizers_of(folder_of(target)):
             base = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
             steps = [s["step"] for s in base["state"].values() if torch.is_tensor(s["step"])]
             assert len({s.data_ptr() for s in steps}) == len(steps)
@@ -353,18 +202,18 @@ def test_files_depend_on_nothing_else(fixtures_dir: Path, tmp_path: Path) -> Non
 def test_layouts(fixtures_dir: Path, tmp_path: Path, zero: dict[str, Any], stage: int) -> None:
     case = fixtures_dir / "deepspeed" / PLAIN
     source = _with(open_manifest(case / "ckpt"), zero=zero, engine={"round_robin": 0})
-    before = [list(g) for g in _models(_folder(case / "ckpt"))[0]["param_shapes"]]
+    before = [list(g) for g in models_of(folder_of(case / "ckpt"))[0]["param_shapes"]]
     for world in (2, 3, 4):
         target = tmp_path / f"{world}"
         _convert(source, target, world, stage)
         _check_truth(target, case, at_least=60)
-        after = [list(g) for g in _models(_folder(target))[0]["param_shapes"]]
+        after = [list(g) for g in models_of(folder_of(target))[0]["param_shapes"]]
         if stage == 3:
             assert [n for g in after for n in g] == [n for g in before for n in g]
             assert len(after) > len(before)
         elif "round_robin_gradients" in zero:
             assert after == [[g[i] for i in round_robin(len(g), world)] for g in before]
-        paddings = [o.get("param_alignment_paddings") for o in _optimizers(_folder(target))]
+        paddings = [o.get("param_alignment_paddings") for o in optimizers_of(folder_of(target))]
         assert all(p == paddings[0] for p in paddings)
         if "parameter_alignment" in zero:
             assert any(max(p) for p in paddings[0])
@@ -378,12 +227,79 @@ def test_round_robin_order_is_found_and_undone(fixtures_dir: Path, tmp_path: Pat
     _convert(_with(plain, zero=zero, engine={"round_robin": 0}), tmp_path / "r", 3, 2)
     _convert(tmp_path / "r", tmp_path / "three", 2, 3)
     _convert(plain, tmp_path / "plain", 2, 3)
-    orders = [_models(_folder(tmp_path / t))[0]["param_shapes"] for t in ("three", "plain")]
+    orders = [models_of(folder_of(tmp_path / t))[0]["param_shapes"] for t in ("three", "plain")]
     assert [list(g) for g in orders[0]] == [list(g) for g in orders[1]]
     _check_truth(tmp_path / "three", case, at_least=60)
-    native = replace(open_manifest(tmp_path / "r"), format="native")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_round_robin_order_through_native(fixtures_dir: Path, tmp_path: Path, stage: int) -> None:
+    """The order of a native copy is undone, whatever world size it was cut for meanwhile."""
+    case = fixtures_dir / "deepspeed" / PLAIN
+    plain = open_manifest(case / "ckpt")
+    rotated = _with(plain, zero={"round_robin_gradients": True}, engine={"round_robin": 0})
+    _convert(rotated, tmp_path / "three", 3, stage)
+    _convert(rotated, tmp_path / "five", 5, 2)
+    there = Wanted(format="native", world=4, stage=3)
+    planned(open_manifest(tmp_path / "three"), tmp_path / "n", there, FAST, formats()).run()
+    _convert(tmp_path / "n", tmp_path / "back", 5, 2)
+    _check_truth(tmp_path / "back", case, at_least=60)
+    assert _bytes(tmp_path / "back") == _bytes(tmp_path / "five")
+    engine = open_manifest(tmp_path / "n").objects["deepspeed"]
+    old = {k: v for k, v in engine.items() if k != "round_robin"}
+    unknown = replace(open_manifest(tmp_path / "n"), objects={"deepspeed": old})
     with pytest.raises(UnsupportedError, match="round_robin"):
-        writing.draft(native, Request(), tmp_path / "n")
+        writing.draft(unknown, Request(stage=2), tmp_path / "u")
+
+
+def test_a_pipeline_through_native(fixtures_dir: Path, tmp_path: Path) -> None:
+    case = fixtures_dir / "deepspeed" / "pp2dp2_z1_bf16"
+    there = Wanted(format="native", world=3, stage=3)
+    planned(open_manifest(case / "ckpt"), tmp_path / "n", there, FAST, formats()).run()
+    _convert(tmp_path / "n", tmp_path / "back", 2, 1)
+    _convert(case / "ckpt", tmp_path / "home", 2, 1)
+    _check_truth(tmp_path / "back", case, at_least=60)
+    assert _bytes(tmp_path / "back") == _bytes(tmp_path / "home")
+    engine = open_manifest(tmp_path / "n").objects["deepspeed"]
+    assert engine["layers"] == list(range(7))
+    old = {k: v for k, v in engine.items() if k != "layers"}
+    unknown = replace(open_manifest(tmp_path / "n"), objects={"deepspeed": old})
+    with pytest.raises(UnsupportedError, match="which layers"):
+        writing.draft(unknown, Request(stage=1), tmp_path / "u")
+
+
+def test_groups_that_are_alike_stay_apart(fixtures_dir: Path, tmp_path: Path) -> None:
+    """An optimizer gets back as many groups as it had, each with its own parameters."""
+    source = open_manifest(fixtures_dir / "deepspeed" / "pp2dp2_z1_bf16" / "ckpt")
+    alike = replace(source, groups=tuple(source.groups[0] for _ in source.groups))
+    assert len(alike.groups) == 2
+    _convert(alike, tmp_path / "one", 3, 1)
+    found = open_manifest(tmp_path / "one")
+    assert [dict(g.settings) for g in found.groups] == [dict(g.settings) for g in alike.groups]
+    for mp in range(2):
+        shapes = [list(g) for g in models_of(folder_of(tmp_path / "one"), mp)[0]["param_shapes"]]
+        expected = [
+            list(g) for g in models_of(folder_of(source.root.parent), mp)[0]["param_shapes"]
+        ]
+        assert shapes == expected
+    there = Wanted(format="native", world=4, stage=3)
+    planned(found, tmp_path / "n", there, FAST, formats()).run()
+    _convert(tmp_path / "n", tmp_path / "two", 3, 1)
+    assert _bytes(tmp_path / "two") == _bytes(tmp_path / "one")
+
+
+def test_groups_that_model_ranks_share() -> None:
+    a, b = {"lr": 0.1, "betas": (0.9, 0.95)}, {"lr": 0.2}
+    for ranks, groups, numbers in (
+        ([[a, b], [a, b]], [a, b], [[0, 1], [0, 1]]),
+        ([[a, a], [a, a]], [a, a], [[0, 1], [0, 1]]),
+        ([[a, a, b], [a, b]], [a, a, b], [[0, 1, 2], [0, 2]]),
+        ([[b], [a, b], [a]], [a, b], [[1], [0, 1], [0]]),
+        ([[a, b], [b, a]], [a, b, a], [[0, 1], [1, 2]]),
+        ([[a], [a, a]], [a, a], [[0], [0, 1]]),
+        ([[{}, {}]], [{}, {}], [[0, 1]]),
+    ):
+        assert shared_groups(ranks) == (groups, numbers)
 
 
 def test_slices_say_where_parameters_lie(fixtures_dir: Path, tmp_path: Path) -> None:
@@ -391,9 +307,9 @@ def test_slices_say_where_parameters_lie(fixtures_dir: Path, tmp_path: Path) -> 
     zero = {"parameter_alignment": True, "round_robin_gradients": True}
     source = _with(open_manifest(case / "ckpt"), zero=zero, engine={"round_robin": 0})
     _convert(source, tmp_path / "t", 3, 2)
-    whole = _whole(_folder(tmp_path / "t"))
+    whole = whole_of(folder_of(tmp_path / "t"))
     parts: dict[str, list[Any]] = {}
-    for optimizer in _optimizers(_folder(tmp_path / "t")):
+    for optimizer in optimizers_of(folder_of(tmp_path / "t")):
         groups = zip(
             optimizer["single_partition_of_fp32_groups"],
             optimizer["param_slice_mappings"],
@@ -405,7 +321,7 @@ def test_slices_say_where_parameters_lie(fixtures_dir: Path, tmp_path: Path) -> 
             for name, where in slices.items():
                 parts.setdefault(name, []).append(flat[where.start : where.start + where.numel])
     for name, some in parts.items():
-        assert _same(torch.cat(some).detach(), whole[f"fp32.{name}"].reshape(-1)), name
+        assert same_bits(torch.cat(some).detach(), whole[f"fp32.{name}"].reshape(-1)), name
 
 
 @given(
@@ -467,7 +383,7 @@ def test_values_of_each_rank(fixtures_dir: Path, tmp_path: Path) -> None:
     source = _with(source, client=client, per_rank={"client": {"rng": rng}})
     draft = _convert(source, tmp_path / "five", 5, 3)
     assert not [loss for loss in draft.losses if loss.what.startswith("client")]
-    for rank, model in enumerate(_models(_folder(tmp_path / "five"))):
+    for rank, model in enumerate(models_of(folder_of(tmp_path / "five"))):
         assert torch.equal(model["rng"], torch.from_numpy(rng[rank % 2]))
         assert (model["epoch"], model["odd"]) == (3, client["odd"])
         assert model["shared_params"] == ({} if rank else dict(source.aliases))
@@ -488,7 +404,7 @@ def test_what_cannot_be_carried(fixtures_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="client:mine"):
         _convert(source, tmp_path / "t", 2, 2)
     _convert(source, tmp_path / "t", 2, 2, drop=("*",))
-    model = _models(_folder(tmp_path / "t"))[0]
+    model = models_of(folder_of(tmp_path / "t"))[0]
     assert "mine" not in model
     assert (model["kept"], model["deep"]) == (1, [1, {"w": 2}])
 
@@ -513,24 +429,24 @@ def test_weights_made_of_masters(fixtures_dir: Path, tmp_path: Path) -> None:
     assert draft.casts == {(n, "param") for n in trained}
     half = Casts(dtype("float16"), keep=("pos.*",))
     _convert(source, tmp_path / "half", 3, 2, dtype="float16", keep=("pos.*",))
-    folder = _folder(tmp_path / "half")
-    module = _models(folder)[0]["module"]
+    folder = folder_of(tmp_path / "half")
+    module = models_of(folder)[0]["module"]
     kinds = {n: t.dtype for n, t in module.items() if n not in ("seen", "ema")}
     assert kinds.pop("pos.weight") == torch.bfloat16
     assert set(kinds.values()) == {torch.float16}
     assert half.dtype is not None
-    masters = _whole(folder)
+    masters = whole_of(folder)
     assert all(torch.equal(module[n], masters[f"fp32.{n}"].to(torch.float16)) for n in trained)
     # the engine looks for files by the element type of its configuration
     assert not list(folder.glob("bf16_*"))
-    config = _models(folder)[0]["ds_config"]
+    config = models_of(folder)[0]["ds_config"]
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (False, True)
 
 
 def test_tied_names_share_storage(fixtures_dir: Path, tmp_path: Path) -> None:
     source = open_manifest(fixtures_dir / "deepspeed" / PLAIN / "ckpt")
     _convert(source, tmp_path / "t", 3, 1)
-    module = _models(_folder(tmp_path / "t"))[0]["module"]
+    module = models_of(folder_of(tmp_path / "t"))[0]["module"]
     ((alias, name),) = source.aliases.items()
     assert module[alias].data_ptr() == module[name].data_ptr()
 
@@ -543,7 +459,7 @@ def test_source_without_anything_of_deepspeed(fixtures_dir: Path, tmp_path: Path
         root = tmp_path / f"{stage}"
         assert (root / "latest").read_bytes() == b"global_step0"
         _check_truth(root, fixtures_dir / "deepspeed" / "z1_p2_fp32", at_least=60)
-        model, optimizer = _models(_folder(root))[0], _optimizers(_folder(root))[0]
+        model, optimizer = models_of(folder_of(root))[0], optimizers_of(folder_of(root))[0]
         assert (model["global_steps"], model["skipped_steps"]) == (0, 0)
         assert vars(optimizer["loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
 
@@ -552,7 +468,7 @@ def test_engine_that_accumulates_in_fp32(fixtures_dir: Path, tmp_path: Path) -> 
     source = open_manifest(fixtures_dir / "deepspeed" / "z1_p2_bf16opt" / "ckpt")
     for stage, keys in ((1, False), (2, True)):
         _convert(source, tmp_path / f"{stage}", 3, stage)
-        for rank, optimizer in enumerate(_optimizers(_folder(tmp_path / f"{stage}"))):
+        for rank, optimizer in enumerate(optimizers_of(folder_of(tmp_path / f"{stage}"))):
             assert ("zero_stage" in optimizer) is keys
             assert ("param_alignment_paddings" in optimizer) is keys
             states = optimizer["base_optimizer_state"]["state"]
@@ -585,7 +501,6 @@ def test_tag(fixtures_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "request_", "text"),
     [
-        ("moe_z2_p4_ep2_bf16", Request(), "expert parallelism"),
         ("pp2dp2_z1_bf16", Request(stage=2), "pipelines"),
         ("z2_p4_bf16_elastic", Request(), "learning rate"),
         (PLAIN, Request(stage=0), "stage 0"),
@@ -635,7 +550,7 @@ def test_no_moments_yet(fixtures_dir: Path, tmp_path: Path) -> None:
     )
     for stage in (2, 3):
         _convert(young, tmp_path / f"{stage}", 3, stage)
-        for optimizer in _optimizers(_folder(tmp_path / f"{stage}")):
+        for optimizer in optimizers_of(folder_of(tmp_path / f"{stage}")):
             base = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
             assert base["state"] == {}
             assert len(base["param_groups"]) == 2
@@ -656,5 +571,5 @@ def test_large_values_of_each_rank(fixtures_dir: Path, tmp_path: Path) -> None:
     for world, stage in ((3, 3), (1, 3), (3, 2)):
         draft = _convert(stored, tmp_path / f"{world}.{stage}", world, stage)
         assert all(loss.harmless for loss in draft.losses)
-        for rank, model in enumerate(_models(_folder(tmp_path / f"{world}.{stage}"))):
+        for rank, model in enumerate(models_of(folder_of(tmp_path / f"{world}.{stage}"))):
             assert torch.equal(model["big"], torch.from_numpy(big[rank % 2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.plain import DEEPEST, LeftOut, TensorRef, decode, encode, faults, walk
+from reshard.plain import DEEPEST, LeftOut, NumpyArray, TensorRef, decode, encode, faults, walk
+from reshard.stored import Device, DTypeName
 
 
 def through_json(value: Any) -> Any:
@@ -27,14 +29,16 @@ def same(a: Any, b: Any) -> bool:
     """Equal in value, type and bits."""
     if type(a) is not type(b):
         return False
-    if isinstance(a, float):
+    if type(a) is float:
         return struct.pack("<d", a) == struct.pack("<d", b) or (math.isnan(a) and math.isnan(b))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
         pairs = zip(a.items(), b.items(), strict=True)
         return len(a) == len(b) and all(same(x, y) for x, y in pairs)
-    if isinstance(a, np.ndarray):
+    if isinstance(a, Namespace):
+        return same(vars(a), vars(b))
+    if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     return bool(a == b)
 
@@ -51,10 +55,24 @@ arrays = st.builds(
     st.sampled_from(WHOLE_BYTES),
     st.integers(0, 99),
 )
+scalars = st.builds(
+    lambda kind, seed: values((), kind, seed)[()], st.sampled_from(WHOLE_BYTES), st.integers(0, 99)
+)
+
+
+def namespace(attributes: dict[str, Any]) -> Namespace:
+    found = Namespace()
+    vars(found).update(attributes)
+    return found
+
+
 plain = st.recursive(
     hashable
     | st.just(math.nan)
     | arrays
+    | arrays.map(lambda array: array.view(NumpyArray))
+    | scalars
+    | st.sampled_from([DTypeName("bfloat16"), Device("cuda:1"), Device("cpu")])
     | st.builds(TensorRef, st.text(max_size=3), st.text(max_size=3))
     | st.builds(LeftOut, st.text(max_size=3)),
     lambda inner: (
@@ -64,6 +82,7 @@ plain = st.recursive(
         | st.dictionaries(
             st.text(max_size=3) | st.sampled_from(["$tuple", "a/b~c"]), inner, max_size=3
         )
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(namespace)
         | st.dictionaries(hashable, inner, max_size=3)
     ),
     max_leaves=12,
@@ -80,12 +99,13 @@ def test_what_is_encoded_has_no_faults(value: Any) -> None:
     assert list(faults(json.loads(json.dumps(encode(value))))) == []
 
 
-def test_numpy_numbers_become_arrays_and_floats() -> None:
-    found = through_json([np.float32(0.1), np.int64(7), np.float64(0.1), np.str_("a")])
-    assert [type(v) for v in found] == [np.ndarray, np.ndarray, float, str]
-    assert found[0].dtype == np.float32
-    assert found[0] == np.float32(0.1)
-    assert found[1].shape == ()
+def test_what_is_numpys_own_is_told_from_tensors() -> None:
+    some = [np.float32(0.1), np.float64(0.1), np.array(7), np.array([7]).view(NumpyArray)]
+    found = through_json(some)
+    assert [type(v) for v in found] == [np.float32, np.float64, np.ndarray, NumpyArray]
+    assert [f.tolist() for f in found] == [s.tolist() for s in some]
+    assert [encode(v)["$array"].get("kind") for v in some] == ["scalar", "scalar", None, "numpy"]
+    assert [type(v) for v in through_json([np.str_("a"), np.bytes_(b"b")])] == [str, bytes]
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -113,13 +133,32 @@ def test_the_form_is_what_is_documented() -> None:
         {"$tensor": ["w", "client"]},
         {"$left-out": "a.B"},
     ]
+    assert encode([DTypeName("bfloat16"), Device("cuda:0"), {DTypeName("int8"): "int8"}]) == [
+        {"$dtype": "bfloat16"},
+        {"$device": "cuda:0"},
+        {"$dict": [[{"$dtype": "int8"}, "int8"]]},
+    ]
+    assert encode([Namespace(lr=0.1, size=(2,)), namespace({"$a": 1})]) == [
+        {"$namespace": {"lr": 0.1, "size": {"$tuple": [2]}}},
+        {"$namespace": {"$dict": [["$a", 1]]}},
+    ]
+    assert encode(np.int8(-1)) == {
+        "$array": {"dtype": "int8", "shape": [], "data": "/w==", "kind": "scalar"}
+    }
+    assert encode(np.array([1], np.int8).view(NumpyArray)) == {
+        "$array": {"dtype": "int8", "shape": [1], "data": "AQ==", "kind": "numpy"}
+    }
 
 
 class Odd:
     pass
 
 
-@pytest.mark.parametrize("value", [Odd(), Odd, len, 1j, range(3), {"a": [Odd()]}])
+class OddNamespace(Namespace):
+    pass
+
+
+@pytest.mark.parametrize("value", [Odd(), OddNamespace(), Odd, len, 1j, range(3), {"a": [Odd()]}])
 def test_what_isnt_plain_data_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="is not plain data"):
         encode(value)
@@ -175,6 +214,22 @@ BAD: list[tuple[Any, str]] = [
     ({"$array": {"dtype": "int8", "shape": [1] * 65, "data": "AA=="}}, "/$array/shape"),
     ({"$array": {"dtype": "int16", "shape": [1], "data": "AA=="}}, "/$array/data"),
     ({"$array": {"dtype": "int8", "shape": [1], "data": "?"}}, "/$array/data"),
+    ({"$array": {"dtype": "int8", "shape": [1], "data": "AA==", "kind": 1}}, "/$array/kind"),
+    ({"$array": {"dtype": "int8", "shape": [], "data": "AA==", "kind": "x"}}, "/$array/kind"),
+    (
+        {"$array": {"dtype": "int8", "shape": [1], "data": "AA==", "kind": "scalar"}},
+        "/$array/shape",
+    ),
+    ({"$dtype": "fp16"}, "/$dtype"),
+    ({"$dtype": 1}, "/$dtype"),
+    ({"$device": "cuda:x"}, "/$device"),
+    ({"$device": "cuda:0\n"}, "/$device"),
+    ({"$device": None}, "/$device"),
+    ({"$namespace": []}, "/$namespace"),
+    ({"$namespace": {"$tuple": []}}, "/$namespace"),
+    ({"$namespace": {"$dict": [], "a": 1}}, "/$namespace"),
+    ({"$namespace": {"$dict": [[1, 2]]}}, "/$namespace"),
+    ({"$namespace": {"a": {"$float": 1}}}, "/$namespace/a/$float"),
     ({"$unknown": 1}, ""),
     ({"$": 1}, ""),
     ({"$tuple": [], "a": 1}, ""),
@@ -203,7 +258,9 @@ def test_all_faults_are_found() -> None:
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["a", "$tuple", "$set", "$dict", "$array", "$bytes", "$tensor"]),
+                st.sampled_from(
+                    ["a", "$tuple", "$set", "$dict", "$array", "$bytes", "$tensor", "$namespace"]
+                ),
                 inner,
                 max_size=2,
             )
@@ -221,7 +278,7 @@ def test_any_json_is_either_faulty_or_plain_data(value: Any) -> None:
 
 
 def test_walk_names_every_value() -> None:
-    value = {"a": [1, (2,)], "b": {3: None}}
+    value = {"a": [1, (2,)], "b": {3: None}, "c": Namespace(d=4)}
     found = {"/".join(path): v for path, v in walk(value)}
     assert found == {
         "": value,
@@ -231,6 +288,8 @@ def test_walk_names_every_value() -> None:
         "a/1/0": 2,
         "b": {3: None},
         "b/3": None,
+        "c": Namespace(d=4),
+        "c/d": 4,
     }
 
 
