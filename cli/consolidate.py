@@ -8,7 +8,7 @@ import click
 
 from reshard.cli import jobs
 from reshard.cli.examples import Verb
-from reshard.cli.options import Moving, Size, casting, common, writing
+from reshard.cli.options import Moving, Size, casting, choosing, common, writing
 from reshard.cli.output import Output
 
 
@@ -22,6 +22,7 @@ from reshard.cli.output import Output
 )
 @click.argument("source", metavar="SRC", type=click.Path())
 @click.argument("target", metavar="DST", type=click.Path())
+@choosing
 @click.option(
     "--max-shard-size",
     type=Size(),
@@ -41,6 +42,7 @@ from reshard.cli.output import Output
 def consolidate(
     source: str,
     target: str,
+    source_format: str | None,
     max_shard_size: int | None,
     state: str | None,
     optimizer: bool,
@@ -55,7 +57,8 @@ def consolidate(
     """Write the whole weights of the checkpoint SRC as safetensors, at DST.
 
     A DST that ends in .safetensors is one file, any other a folder with an index. The weights are
-    the fp32 masters where there are any.
+    the fp32 masters where there are any. If the command is killed, give it again: it goes on from
+    what is complete.
     """
     from reshard.conversion import Wanted
 
@@ -71,4 +74,5 @@ def consolidate(
         drop=drop,
         replicas=replicas,
     )
-    jobs.carry_out(source, target, wanted, moving, output, "consolidate", dry_run=dry_run)
+    place = jobs.Source(source, source_format)
+    jobs.carry_out(place, target, wanted, moving, output, "consolidate", dry_run=dry_run)

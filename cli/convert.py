@@ -9,7 +9,7 @@ import click
 
 from reshard.cli import jobs
 from reshard.cli.examples import Verb
-from reshard.cli.options import FormatName, Moving, casting, common, writing
+from reshard.cli.options import FormatName, Moving, casting, choosing, common, writing
 from reshard.cli.output import Output
 
 _DRY_RUN = click.option(
@@ -30,7 +30,7 @@ def _conversion(verb: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--format",
             "format_name",
-            type=FormatName(),
+            type=FormatName(writable=True),
             metavar="FORMAT",
             help="native, deepspeed or safetensors; by default the source's, if that fits.",
         ),
@@ -51,6 +51,7 @@ def _conversion(verb: Callable[..., Any]) -> Callable[..., Any]:
             metavar="N",
             help="World size that the source must have: a check.",
         ),
+        choosing,
         click.argument("target", metavar="DST", type=click.Path()),
         click.argument("source", metavar="SRC", type=click.Path()),
     ]
@@ -71,7 +72,8 @@ def _conversion(verb: Callable[..., Any]) -> Callable[..., Any]:
 def convert(dry_run: bool, **given: Any) -> None:
     """Convert the checkpoint SRC to another world size, stage or format, at DST.
 
-    Nothing may be at DST; it appears when it is whole.
+    Nothing may be at DST; it appears when it is whole. If the command is killed, give it again:
+    it goes on from what is complete.
     """
     _run("convert", dry_run=dry_run, **given)
 
@@ -94,6 +96,7 @@ def _run(
     *,
     source: str,
     target: str,
+    source_format: str | None,
     from_world: int | None,
     world: int | None,
     stage: int | None,
@@ -122,4 +125,5 @@ def _run(
         drop=drop,
         replicas=replicas,
     )
-    jobs.carry_out(source, target, wanted, moving, output, verb, dry_run=dry_run)
+    place = jobs.Source(source, source_format)
+    jobs.carry_out(place, target, wanted, moving, output, verb, dry_run=dry_run)

@@ -11,7 +11,7 @@ import click
 
 from reshard.cli.examples import Verb
 from reshard.cli.jobs import mesh, warn_of_notes
-from reshard.cli.options import Glob, common
+from reshard.cli.options import Glob, choosing, common
 from reshard.cli.output import Output, count, shown, size, some, span
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ CHILDREN = 200
     ],
 )
 @click.argument("path", metavar="PATH", type=click.Path())
+@choosing
 @click.option("--all", "everything", is_flag=True, help=f"List all tensors, not the first {FIRST}.")
 @click.option(
     "--tensor",
@@ -43,7 +44,13 @@ CHILDREN = 200
     help="List tensors with these names, or `state:name`. Repeatable.",
 )
 @common
-def inspect(path: str, everything: bool, globs: tuple[str, ...], output: Output) -> None:
+def inspect(
+    path: str,
+    source_format: str | None,
+    everything: bool,
+    globs: tuple[str, ...],
+    output: Output,
+) -> None:
     """Say what is in the checkpoint at PATH, or in the folder PATH; no payload is read.
 
     JSON has all tensors, or those that --tensor names.
@@ -51,28 +58,32 @@ def inspect(path: str, everything: bool, globs: tuple[str, ...], output: Output)
     from reshard.coverage import check
     from reshard.describe import describe
 
-    found_format, found = _detect(Path(path))
+    (found_format, found), *rest = _detect(Path(path), source_format)
     manifest = found_format.open(found.root)
     check(manifest)
-    description = describe(manifest)
-    tensors = _chosen(description.tensors, globs)
-    content = description.to_json()
-    content["tensors"] = [t for t in content["tensors"] if _matches(t["state"], t["name"], globs)]
-    others = _beside(Path(path), found)
-    output.document({**content, "others": [str(p) for p in others]})
+    chosen = [(name, state) for name, state in manifest.tensors if _matches(state, name, globs)]
+    listed = chosen if output.json or everything or globs else chosen[:FIRST]
+    description = describe(manifest, listed)
+    others = _beside(Path(path), found, [one for _, one in rest])
+    output.document({**description.to_json(), "others": [str(p) for p in others]})
     _head(description, others, output)
     _groups(description.groups, output)
-    _tensors(tensors, description, everything or bool(globs), output)
+    _tensors(description.tensors, output)
+    if len(listed) < len(chosen):
+        more = f"  and {len(chosen) - len(listed):,} more (--all lists them)"
+        output.line(output.faint(more))
+    elif globs and not chosen:
+        output.line("  none of that name")
     warn_of_notes((*description.left_out, *description.notes), output)
 
 
-def _detect(path: Path) -> tuple[Format, Found]:
-    """The checkpoint at a path; where a folder has none of its own, those inside are named."""
+def _detect(path: Path, name: str | None) -> list[tuple[Format, Found]]:
+    """The checkpoints at a path; where a folder has none of its own, those inside are named."""
     from reshard.errors import NotFoundError
-    from reshard.formats import detect
+    from reshard.formats import detect_all
 
     try:
-        return detect(path)
+        return detect_all(path, name)
     except NotFoundError as error:
         inside = [f"{child} ({name})" for child, name in _inside(path)]
         if not inside:
@@ -84,9 +95,12 @@ def _detect(path: Path) -> tuple[Format, Found]:
         ) from error
 
 
-def _beside(path: Path, found: Found) -> list[Path]:
-    """Other checkpoints in the folder that was named, where that isn't the checkpoint itself."""
-    if found.root == path or not path.is_dir():
+def _beside(path: Path, found: Found, rest: Sequence[Found]) -> list[Path]:
+    """Other checkpoints in the folder that was named, where that isn't the checkpoint itself.
+
+    And those of other formats that are in it.
+    """
+    if (found.root == path and not rest) or not path.is_dir():
         return list(found.others)
     inside = [child for child, _ in _inside(path) if child != found.root]
     return list(dict.fromkeys((*found.others, *inside)))
@@ -95,23 +109,19 @@ def _beside(path: Path, found: Found) -> list[Path]:
 def _inside(folder: Path) -> Iterator[tuple[Path, str]]:
     """Checkpoints right inside a folder, and their formats."""
     from reshard.errors import NotFoundError
-    from reshard.formats import detect
+    from reshard.formats import detect_all
 
     for child in sorted(folder.iterdir())[:CHILDREN] if folder.is_dir() else ():
         try:
-            found_format, found = detect(child)
+            found = detect_all(child)
         except (NotFoundError, OSError):
             continue
-        yield found.root, found_format.name
+        yield from ((one.root, found_format.name) for found_format, one in found)
 
 
 def _matches(state: str, name: str, globs: Sequence[str]) -> bool:
     full = f"{state}:{name}"
     return not globs or any(fnmatchcase(name, g) or fnmatchcase(full, g) for g in globs)
-
-
-def _chosen(tensors: Sequence[TensorLine], globs: Sequence[str]) -> list[TensorLine]:
-    return [t for t in tensors if _matches(t.state, t.name, globs)]
 
 
 def _head(description: Description, others: Sequence[Path], output: Output) -> None:
@@ -180,14 +190,11 @@ def _value(value: Any) -> str:
     return shown(value)
 
 
-def _tensors(
-    tensors: Sequence[TensorLine], description: Description, everything: bool, output: Output
-) -> None:
-    listed = tensors if everything else tensors[:FIRST]
+def _tensors(tensors: Sequence[TensorLine], output: Output) -> None:
     output.line()
     head = ["tensor", "type", "shape", "bytes"]
     rows = [[*head, "digest"] if output.verbose else head]
-    for tensor in listed:
+    for tensor in tensors:
         row = [
             shown(f"{tensor.state}:{tensor.name}"),
             tensor.dtype,
@@ -196,8 +203,3 @@ def _tensors(
         ]
         rows.append([*row, tensor.digest or "-"] if output.verbose else row)
     output.table(rows, indent=2, right=(3,))
-    if len(listed) < len(tensors):
-        more = f"  and {len(tensors) - len(listed):,} more (--all lists them)"
-        output.line(output.faint(more))
-    elif not tensors and description.tensors:
-        output.line("  none of that name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -19,20 +20,41 @@ NOTES = 10
 """Notes of a reader that are shown without --verbose."""
 
 
-def prepare(source: str, target: str, wanted: Wanted, moving: Moving, output: Output) -> Job:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The checkpoint that is read.
+
+    Parameters
+    ----------
+    path
+        As it was given.
+    format
+        Which one is meant, where a folder holds checkpoints of several formats.
+    """
+
+    path: str
+    format: str | None
+
+
+def prepare(source: Source, target: str, wanted: Wanted, moving: Moving, output: Output) -> Job:
     """Open the source, check what is asked for and plan it; warn of what has no effect."""
     from reshard.api import open_manifest, prepare
 
-    manifest = open_manifest(source)
+    manifest = open_manifest(source.path, source.format)
     names = {name for name, _ in manifest.tensors}
     for glob in wanted.keep:
         if not any(fnmatchcase(name, glob) for name in names):
             raise RequestError(
                 f"--keep-fp32 {glob!r} matches no tensor",
                 where=manifest.root,
-                hint=f"`zreshard inspect {source} --all` lists the names",
+                hint=f"`zreshard inspect {source.path} --all` lists the names",
             )
-    job = prepare(manifest, target, wanted, moving.options())
+
+    def notice(text: str) -> None:
+        moving.progress.rebase()
+        output.note(text)
+
+    job = prepare(manifest, target, wanted, moving.options(notice))
     lost = [loss.what for loss in job.draft.losses]
     for glob in wanted.drop:
         if not any(fnmatchcase(what, glob) for what in lost):
@@ -51,7 +73,7 @@ def warn_of_notes(notes: tuple[str, ...], output: Output) -> None:
 
 
 def carry_out(
-    source: str,
+    source: Source,
     target: str,
     wanted: Wanted,
     moving: Moving,
@@ -120,6 +142,9 @@ def _done(report: Report, output: Output) -> str:
     if target.stage is not None:
         what.append(f"stage {target.stage}")
     speed = f"{size(nbytes)} in {duration(seconds)} ({rate(nbytes, seconds)})"
+    if report.resumed_bytes:
+        moved = size(report.moved_bytes or 0)
+        speed = f"{size(nbytes)}, the last {moved} in {duration(seconds)}"
     parts = [", ".join(what), speed, _tensors(report)]
     if report.regions_checked:
         parts.append(f"verified {count(report.regions_checked, 'source checksum')}")

@@ -19,7 +19,7 @@ from reshard.cli.output import Output
 from reshard.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from reshard.execute import Options
+    from reshard.execute import Notice, Options
 
     IntType = click.ParamType[int]
     TextType = click.ParamType[str]
@@ -84,15 +84,25 @@ class ElementType(TextType):
 
 
 class FormatName(TextType):
-    """The name of a format that can be written."""
+    """The name of a format.
+
+    Parameters
+    ----------
+    writable
+        Whether it must be one that can be written.
+    """
 
     name = "format"
+
+    def __init__(self, *, writable: bool) -> None:
+        self._writable = writable
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check that there is such a format."""
         known = self._known()
         if value not in known:
-            self.fail(f"{value!r} can't be written; formats: {', '.join(known)}", param, ctx)
+            what = "can't be written" if self._writable else "is no format"
+            self.fail(f"{value!r} {what}; formats: {', '.join(known)}", param, ctx)
         return str(value)
 
     def shell_complete(
@@ -101,11 +111,10 @@ class FormatName(TextType):
         """Names that begin so."""
         return [CompletionItem(n) for n in self._known() if n.startswith(incomplete)]
 
-    @staticmethod
-    def _known() -> list[str]:
+    def _known(self) -> list[str]:
         from reshard.formats import formats
 
-        return [name for name, found in formats().items() if found.writes]
+        return [n for n, found in formats().items() if found.writes or not self._writable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,8 @@ class Moving:
         As given; ``None`` for the library's own.
     sync
         Whether files are brought to disk.
+    resume
+        Whether what an earlier run has done counts.
     progress
         Told of bytes.
     """
@@ -125,9 +136,10 @@ class Moving:
     max_memory: int | None
     workers: int | None
     sync: bool
+    resume: bool
     progress: Progress
 
-    def options(self) -> Options:
+    def options(self, notice: Notice | None = None) -> Options:
         """What the library takes."""
         from reshard.execute import Options
 
@@ -136,7 +148,13 @@ class Moving:
             given["max_memory"] = self.max_memory
         if self.workers is not None:
             given["workers"] = self.workers
-        return Options(sync=self.sync, progress=self.progress.add, **given)
+        return Options(
+            sync=self.sync,
+            resume=self.resume,
+            progress=self.progress.add,
+            notice=notice,
+            **given,
+        )
 
 
 def common(verb: Callback) -> Callback:
@@ -174,10 +192,11 @@ def moving(verb: Callback) -> Callback:
         progress: bool | None,
         quiet: bool,
         no_sync: bool = False,
+        fresh: bool = False,
         **rest: Any,
     ) -> Any:
         wanted = False if quiet and progress is None else progress
-        how = Moving(max_memory, workers, not no_sync, Progress(wanted))
+        how = Moving(max_memory, workers, not no_sync, not fresh, Progress(wanted))
         return verb(*args, moving=how, quiet=quiet, **rest)
 
     for option in (
@@ -205,11 +224,31 @@ def moving(verb: Callback) -> Callback:
 
 def writing(verb: Callback) -> Callback:
     """Options of verbs that write a target."""
+    verb = moving(verb)
+    for option in (
+        click.option(
+            "--no-sync",
+            is_flag=True,
+            help="Don't wait for the disk; a power cut may lose the target.",
+        ),
+        click.option(
+            "--fresh",
+            is_flag=True,
+            help="Begin anew, even if an earlier run was killed; what it had done is removed.",
+        ),
+    ):
+        verb = option(verb)
+    return verb
+
+
+def choosing(verb: Callback) -> Callback:
+    """The option that says which checkpoint of a folder is meant."""
     return click.option(
-        "--no-sync",
-        is_flag=True,
-        help="Don't wait for the disk; a power cut may lose the target.",
-    )(moving(verb))
+        "--source-format",
+        type=FormatName(writable=False),
+        metavar="FORMAT",
+        help="Which checkpoint is meant, where a folder holds some of several formats.",
+    )(verb)
 
 
 def casting(verb: Callback) -> Callback:

@@ -49,6 +49,11 @@ class Output:
         if self.text:
             print(text)
 
+    def note(self, text: str) -> None:
+        """Something to know, on stderr."""
+        if not self.quiet:
+            print(shown(text), file=sys.stderr)
+
     def warn(self, text: str) -> None:
         """A warning, on stderr."""
         self._labelled("warning:", "yellow", text)

@@ -46,7 +46,7 @@ class Progress:
         now = time.monotonic()
         self._title, self._total, self._done = title, total, 0
         self._told = now
-        self._running = False
+        self._running = self._rebase = False
         self._points: deque[tuple[float, int]] = deque([(now, 0)])
 
     @contextmanager
@@ -67,10 +67,18 @@ class Progress:
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
+            if self._rebase:
+                self._rebase = False
+                self._points = deque([(now, self._done)])
             pause = TERMINAL_PAUSE if self._terminal else PLAIN_PAUSE
             if self._running and self._shown and now - self._told >= pause:
                 self._told = now
                 self._write(self.text(now))
+
+    def rebase(self) -> None:
+        """Say that the next bytes were moved long ago: the speed is that of those after them."""
+        with self._lock:
+            self._rebase = True
 
     def text(self, now: float) -> str:
         """What is to be said at a moment: ``convert  1.2 GB of 4 GB, 30%, 1.9 GB/s, 2 s left``."""

@@ -8,7 +8,7 @@ import click
 
 from reshard.cli.examples import Verb
 from reshard.cli.failure import Failure
-from reshard.cli.options import Moving, common, moving
+from reshard.cli.options import Moving, choosing, common, moving
 from reshard.cli.output import Output, count, duration, rate, shown, size
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ DIFFERENT = 1
     ],
 )
 @click.argument("path", metavar="PATH", type=click.Path())
+@choosing
 @click.option(
     "--against",
     metavar="OTHER",
@@ -45,6 +46,7 @@ DIFFERENT = 1
 def verify(
     ctx: click.Context,
     path: str,
+    source_format: str | None,
     against: str | None,
     weights: bool,
     moving: Moving,
@@ -62,7 +64,7 @@ def verify(
 
     if weights and against is None:
         raise click.UsageError("--weights says what to compare; give --against too")
-    manifest = open_manifest(path)
+    manifest = open_manifest(path, source_format)
     options = moving.options()
     if against is None:
         with moving.progress.running("verify", survey_nbytes(manifest)):

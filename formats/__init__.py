@@ -40,22 +40,54 @@ def named(name: str) -> Format:
     return found
 
 
-def detect(path: Path) -> tuple[Format, Found]:
+def detect(path: Path, name: str | None = None) -> tuple[Format, Found]:
     """The format of the checkpoint at a path (or in the folder that a path names).
+
+    Parameters
+    ----------
+    path
+        The place.
+    name
+        The only format that is looked for; ``None`` for any.
 
     Raises
     ------
     NotFoundError
         If there is nothing at the path, or nothing that any format knows.
+    RequestError
+        If there are checkpoints of several formats.
+    """
+    found = detect_all(path, name)
+    if len(found) > 1:
+        listed = ", ".join(f"{f.name} ({one.root})" for f, one in found)
+        raise RequestError(
+            f"holds checkpoints of several formats: {listed}",
+            where=path,
+            hint="name the folder or the file of the one that you mean, or its format "
+            "(--source-format)",
+        )
+    return found[0]
+
+
+def detect_all(path: Path, name: str | None = None) -> list[tuple[Format, Found]]:
+    """The checkpoints at a path, of each format the one that it recognises.
+
+    Raises
+    ------
+    NotFoundError
+        If there is none.
     """
     if not path.exists():
         raise NotFoundError("there is nothing there", where=path)
-    for found_format in formats().values():
-        found = found_format.detect(path)
-        if found is not None:
-            return found_format, found
-    raise NotFoundError(
-        "no checkpoint of a known format is there",
-        where=path,
-        hint=f"known formats: {', '.join(formats())}; name the checkpoint's own folder or file",
-    )
+    wanted = formats().values() if name is None else (named(name),)
+    found = [(f, one) for f in wanted if (one := f.detect(path)) is not None]
+    parts = {part for _, one in found for part in one.parts}
+    whole = [(f, one) for f, one in found if f.name not in parts]
+    if not whole:
+        raise NotFoundError(
+            f"no checkpoint of {'a known format' if name is None else f'the format {name}'} is "
+            "there",
+            where=path,
+            hint=f"known formats: {', '.join(formats())}; name the checkpoint's own folder or file",
+        )
+    return whole

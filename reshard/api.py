@@ -26,32 +26,36 @@ from reshard.verification import verify as verified
 Place = str | os.PathLike[str]
 
 
-def open_manifest(path: Place) -> Manifest:
+def open_manifest(path: Place, format: str | None = None) -> Manifest:
     """Read what the checkpoint at a path says of itself, and check that it is whole.
 
     Parameters
     ----------
     path
         The checkpoint, or a folder that holds it.
+    format
+        Which one is meant, where a folder holds checkpoints of several formats.
 
     Raises
     ------
     ReshardError
         If there is none, or it is damaged or incomplete.
     """
-    found_format, found = detect(Path(path))
+    found_format, found = detect(Path(path), format)
     manifest = found_format.open(found.root)
     check(manifest)
     return manifest
 
 
-def open(path: Place) -> Checkpoint:
+def open(path: Place, format: str | None = None) -> Checkpoint:
     """Open a checkpoint of any format; tensors are read when they are asked for.
 
     Parameters
     ----------
     path
         The checkpoint, or a folder that holds it.
+    format
+        Which one is meant, where a folder holds checkpoints of several formats.
 
     Returns
     -------
@@ -63,7 +67,7 @@ def open(path: Place) -> Checkpoint:
     ReshardError
         If there is none, or it is damaged or incomplete.
     """
-    return Checkpoint(open_manifest(path))
+    return Checkpoint(open_manifest(path, format))
 
 
 def prepare(
@@ -84,6 +88,8 @@ def convert(
     options: Options | None = None,
 ) -> Report:
     """Convert a checkpoint to another world size, stage or format.
+
+    A conversion that was killed goes on where it was when it is called again.
 
     Parameters
     ----------

@@ -2,6 +2,10 @@
 
 Everything is written into a staging folder beside the target, brought to disk, and then renamed:
 one atomic step. Until that step the target's path is untouched, and after it the target is whole.
+
+The staging folder belongs to one process at a time (:mod:`reshard.lock`). What a killed process
+left in it stays there for the next one, which goes on from it or removes it
+(:mod:`reshard.resume`).
 """
 
 from __future__ import annotations
@@ -9,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from reshard.errors import TargetError
+from reshard.lock import FolderLock
 from reshard.targets import make_file, target_error
 
 SUFFIX = ".zreshard-partial"
@@ -49,36 +55,101 @@ class Staging:
     single_file
         Whether the target is one file.
 
-    Raises
-    ------
-    TargetError
-        If the target exists, or its folder can't be written.
+    Attributes
+    ----------
+    folder
+        The staging folder.
+    shared
+        Whether a later process can go on from it. Where the file system has no locks it can't:
+        the folder then has a name that no other process uses.
+    path
+        Where the payload is written, inside of it: the target's folder, or its one file.
+    journal
+        Where it is written down what is complete.
     """
 
     def __init__(self, target: Path, *, single_file: bool) -> None:
         self.target = target
         self.single_file = single_file
         self.folder = target.parent / f".{target.name}{SUFFIX}"
+        self.shared = True
         self._made: list[Path] = []
+        self._lock = FolderLock(self.folder)
+        self._ours = False
 
-    def begin(self) -> Path:
-        """Make the folder; returns where the executor writes (the file itself, if it is one)."""
+    @property
+    def path(self) -> Path:
+        """Where the payload is written."""
+        return self.folder / "payload"
+
+    @property
+    def journal(self) -> Path:
+        """Where it is written down what is complete."""
+        return self.folder / "journal"
+
+    def occupied(self) -> int:
+        """Bytes of the disk that an earlier process's leftovers take."""
+        blocks = 0
+        for folder, _, files in os.walk(self.folder):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):  # another process removes it
+                    blocks += os.lstat(Path(folder, name)).st_blocks
+        return 512 * blocks  # the unit of st_blocks, whatever the file system's is
+
+    def begin(self, *, keep: bool = False) -> Path:
+        """Make the folder, or take it over; returns :attr:`path`.
+
+        Parameters
+        ----------
+        keep
+            Whether what an earlier process left in it stays.
+
+        Raises
+        ------
+        TargetError
+            If the target exists, another process is writing it, or its folder can't be written.
+        """
         check_target(self.target)
         parents = (self.target.parent, *self.target.parent.parents)
         self._made = [p for p in parents if not p.exists()]
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir()
+            self.shared = self._lock.take()
+            if not self.shared:
+                self._lock.release(remove=True)
+                name = tempfile.mkdtemp(prefix=f"{self.folder.name}-", dir=self.folder.parent)
+                self.folder = Path(name)
+            self._ours = True
+            if not keep or not self.shared:
+                self.clear()
         except OSError as error:
+            self.leave()
             raise target_error(error, self.target) from error
         return self.path
 
-    @property
-    def path(self) -> Path:
-        """Where the payload is written."""
-        return self.folder / self.target.name if self.single_file else self.folder
+    def clear(self) -> None:
+        """Remove what is in the folder; nothing of it can come back after a power cut.
+
+        Raises
+        ------
+        OSError
+            If something can't be removed.
+        """
+        if self._remove_all():
+            sync_path(self.folder)
+        if not self.single_file:
+            self.path.mkdir()
+
+    def _remove_all(self) -> int:
+        """Remove all but the lock; returns how much there was."""
+        inside = [p for p in self.folder.iterdir() if p != self._lock.path]
+        # the journal first: without it nothing that is left can be taken for complete
+        for path in sorted(inside, key=lambda p: p != self.journal):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return len(inside)
 
     def commit(self, *, sync: bool = True) -> None:
         """Bring everything to disk and rename: the target is there now.
@@ -90,25 +161,45 @@ class Staging:
         """
         try:
             if sync:
-                for folder, _, files in os.walk(self.folder):
+                for folder, _, files in os.walk(self.path):
                     for name in (*files, ""):
                         sync_path(Path(folder, name))
+                if self.single_file:
+                    sync_path(self.path)
             check_target(self.target)
             os.rename(self.path, self.target)
             if sync:
                 sync_path(self.target.parent)
-            if self.single_file:
-                self.folder.rmdir()
+            self._remove_folder()
         except OSError as error:
             raise target_error(error, self.target) from error
 
+    def _remove_folder(self) -> None:
+        try:
+            with contextlib.suppress(FileNotFoundError):  # gone already
+                self._remove_all()
+            if not self.shared:
+                self.folder.rmdir()
+        finally:
+            self._lock.release(remove=True)
+
     def abandon(self) -> None:
-        """Remove what was staged, and folders that were made for it and are empty."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.folder)
+        """Remove what was staged, and folders that were made for it and are empty.
+
+        What another process stages at the same place is left alone.
+        """
+        if self._ours:
+            self._remove_folder()
         for parent in self._made:
             with contextlib.suppress(OSError):  # not empty: somebody else uses it now
                 parent.rmdir()
+
+    def leave(self) -> None:
+        """Leave what is complete to a later process; without a journal nothing is."""
+        if self.journal.exists():
+            self._lock.release(remove=False)
+        else:
+            self.abandon()
 
 
 def check_target(target: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Literal
 from reshard.commit import Staging, check_target
 from reshard.coverage import check
 from reshard.dtypes import dtype as dtype_named
-from reshard.errors import RequestError, TargetError, UnsupportedError
+from reshard.errors import InconsistentError, RequestError, TargetError, UnsupportedError
 from reshard.execute import Options, Result, execute
 from reshard.format import Casts, Draft, Format, Loss, Request
+from reshard.identity import Mark, identity, marks
+from reshard.journal import Journal
 from reshard.layout import MASTER, PARAM, TensorKey
 from reshard.manifest import Manifest
 from reshard.plan import Plan
+from reshard.record import Recorder
+from reshard.replicas import check_small
 from reshard.report import Report, report
+from reshard.resume import earlier
 
 if TYPE_CHECKING:
     from reshard.dtypes import DType
@@ -96,7 +101,11 @@ class Job:
     report: Report = field(repr=False)
 
     def run(self) -> Report:
-        """Move the bytes and commit.
+        """Move the bytes and commit; what an earlier run of the same has done isn't done again.
+
+        What is complete stays for a later run if this one is interrupted, or if the system was
+        in the way: no space, a disk or a file server that fails. After any other error nothing
+        stays.
 
         Raises
         ------
@@ -106,13 +115,19 @@ class Job:
         begin = time.perf_counter()
         _check_space(self.report, self.target)
         staging = Staging(self.target, single_file=self.draft.single_file)
-        path = staging.begin()
+        staging.begin(keep=self.options.resume)
+        recorder: Recorder | None = None
         try:
-            result: Result = execute(self.plan, path, self.options)
-            self.draft.finish(path, result)
+            seen = marks(self.source)
+            recorder = self._recorder(staging, seen)
+            before = recorder.nbytes
+            with recorder:
+                result: Result = execute(self.plan, staging.path, self.options, recorder)
+            self._check_unchanged(seen)
+            self.draft.finish(staging.path, result)
             staging.commit(sync=self.options.sync)
-        except BaseException:
-            staging.abandon()
+        except BaseException as error:
+            self._stop(staging, recorder, error)
             raise
         seconds = time.perf_counter() - begin
         return replace(
@@ -120,8 +135,55 @@ class Job:
             done=True,
             seconds=seconds,
             moved_bytes=result.nbytes,
+            resumed_bytes=before,
             regions_checked=result.regions_checked,
         )
+
+    def _recorder(self, staging: Staging, seen: Sequence[Mark]) -> Recorder:
+        """Go on from what an earlier run has completed, or begin anew."""
+        options = self.options
+        who = identity(self.plan, seen, verify=options.verify)
+        found = earlier(self.plan, staging.path, staging.journal, who, options)
+        kept = found.kept
+        if not found.lines:
+            staging.clear()
+        if found.why_not is not None:
+            self._tell(f"what an earlier run has done is void, {found.why_not}: beginning anew")
+        elif kept.nbytes:
+            begun = len(kept.begun())
+            more = f", and parts of {begun} other{'s' if begun > 1 else ''}" if begun else ""
+            files = len(self.plan.files)
+            self._tell(f"resuming: {len(kept.files)} of {files} files are complete{more}")
+            if options.progress is not None:
+                options.progress(kept.nbytes)
+        journal = Journal(staging.journal, who, found.lines)
+        return Recorder(self.plan, staging.path, journal, kept, sync=options.sync)
+
+    def _stop(self, staging: Staging, recorder: Recorder | None, error: BaseException) -> None:
+        """Keep what is complete, if it can be of use."""
+        if recorder is None:
+            staging.leave()  # as it was found
+        elif staging.shared and recorder.nbytes and _may_pass(error):
+            staging.leave()
+            self._tell(
+                f"what is complete stays in {staging.folder}: the same command goes on from there"
+            )
+        else:
+            staging.abandon()
+
+    def _tell(self, text: str) -> None:
+        if self.options.notice is not None:
+            self.options.notice(text)
+
+    def _check_unchanged(self, seen: Sequence[Mark]) -> None:
+        """Refuse to commit what was read of files that were written to meanwhile."""
+        for file, (before, now) in enumerate(zip(seen, marks(self.source), strict=True)):
+            if before[:3] != now[:3]:  # a new name or new permissions don't matter
+                raise InconsistentError(
+                    "was changed while it was read",
+                    where=self.source.path(file),
+                    hint="begin again when nothing writes to the checkpoint any more",
+                )
 
 
 def planned(
@@ -164,6 +226,7 @@ def planned(
         proofs=tuple(dict.fromkeys(proofs)) if options.verify else (),
         replicas=wanted.replicas,
     )
+    check_small(plan, options)
     return Job(manifest, place, draft, plan, options, report(plan, draft, place, options))
 
 
@@ -231,6 +294,12 @@ def _derived(manifest: Manifest, draft: Draft) -> list[tuple[TensorKey, TensorKe
         if state == MASTER and weight in manifest.tensors and not recorded:
             pairs.append((weight, key))
     return pairs
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same command can succeed later, with the same source and target."""
+    passing = (KeyboardInterrupt, OSError, MemoryError)
+    return isinstance(error, passing) or isinstance(error.__cause__, OSError)
 
 
 def _check_space(planned: Report, target: Path) -> None:

@@ -24,6 +24,7 @@ from reshard.errors import RequestError
 from reshard.layout import TensorKey
 from reshard.mover import Mover
 from reshard.plan import Plan
+from reshard.record import Recorder
 from reshard.source import OPEN_FILES, Fetcher, Mapped, Read, SourceFiles, way_to_read
 from reshard.tally import Tally
 from reshard.targets import TargetFiles
@@ -32,11 +33,16 @@ from reshard.work import Queue, Work
 
 MIB = 1 << 20
 
+STEP = MIB // 2
+"""Bytes moved at once, at most: half of a common second-level cache."""
+
 LEAST_MEMORY = 16 * MIB
 """What the columns of a plan, digests and buffers need at least."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were moved since the last call, from any thread."""
+
+Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,10 @@ class Options:
         Whether the source's checksums are checked.
     progress
         Told of bytes as they are moved.
+    resume
+        Whether a conversion that was killed is gone on with.
+    notice
+        Told, in a sentence, what becomes of what an earlier run has left.
     """
 
     workers: int = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
@@ -65,6 +75,8 @@ class Options:
     sync: bool = True
     verify: bool = True
     progress: Progress | None = None
+    resume: bool = True
+    notice: Notice | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -79,7 +91,7 @@ class Options:
     def step(self) -> int:
         """Bytes that are moved at once: what fits a processor's second-level cache."""
         each = (self.max_memory - LEAST_MEMORY // 2) // (4 * self.workers)
-        return max(4096, min(MIB, each - each % 4096))
+        return max(4096, min(STEP, each - each % 4096))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +116,12 @@ class Result:
     regions_checked: int
 
 
-def execute(plan: Plan, folder: Path, options: Options | None = None) -> Result:
+def execute(
+    plan: Plan,
+    folder: Path,
+    options: Options | None = None,
+    recorder: Recorder | None = None,
+) -> Result:
     """Move the bytes of a plan into the files of a folder.
 
     Parameters
@@ -116,6 +133,8 @@ def execute(plan: Plan, folder: Path, options: Options | None = None) -> Result:
         no copy fills (headers, padding) are zero.
     options
         How.
+    recorder
+        Writes down what is complete, and knows what has been before.
 
     Raises
     ------
@@ -129,7 +148,7 @@ def execute(plan: Plan, folder: Path, options: Options | None = None) -> Result:
         If a cast overflows.
     """
     options = options or Options()
-    execution = _Execution(plan, folder, options)
+    execution = _Execution(plan, folder, options, recorder)
     try:
         return execution.run()
     finally:
@@ -137,7 +156,9 @@ def execute(plan: Plan, folder: Path, options: Options | None = None) -> Result:
 
 
 class _Execution:
-    def __init__(self, plan: Plan, folder: Path, options: Options) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, options: Options, recorder: Recorder | None
+    ) -> None:
         self._plan = plan
         self._options = options
         self._files = SourceFiles(plan.source)
@@ -145,7 +166,9 @@ class _Execution:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._nbytes = 0
-        self.targets = TargetFiles(folder, plan.target.files, sync=options.sync)
+        self._recorder = recorder
+        kept = () if recorder is None else {file for file, _ in recorder.kept.parts}
+        self.targets = TargetFiles(folder, plan.target.files, sync=options.sync, kept=kept)
 
     def run(self) -> Result:
         """Move everything and judge it."""
@@ -162,7 +185,7 @@ class _Execution:
         return Read(self._files, self._options.step)
 
     def _move(self) -> Tally:
-        queue = Queue(self._plan, self.targets.finish)
+        queue = Queue(self._plan, self._finish, self._recorder)
         options = self._options
         movers = [
             Mover(
@@ -176,9 +199,12 @@ class _Execution:
             for _ in range(options.workers)
         ]
         in_threads([partial(self._work, queue, mover) for mover in movers], self._stop)
+        if self._recorder is not None:
+            return self._recorder.tally
         tally = movers[0].tally
         for mover in movers[1:]:
             tally.merge(mover.tally)
+        tally.settle()
         return tally
 
     def _work(self, queue: Queue, mover: Mover) -> None:
@@ -188,12 +214,23 @@ class _Execution:
             if found is None:
                 return
             work, batch = found
+            if self._recorder is not None:
+                mover.tally = self._recorder.tally_of(batch)
             mover.move(batch)
+            if self._recorder is not None:
+                self._recorder.moved(batch)
             queue.done(work)
             with self._lock:
                 self._nbytes += batch.nbytes
             if self._options.progress is not None and batch.nbytes:
                 self._options.progress(batch.nbytes)
+
+    def _finish(self, file: int) -> None:
+        if self._recorder is None:
+            self.targets.finish(file)
+        elif file not in self._recorder.kept.files:
+            self.targets.finish(file)
+            self._recorder.finished(file)
 
     def _check(self, regions: list[int]) -> None:
         waiting = deque(regions)

@@ -30,10 +30,14 @@ class Found:
         The checkpoint itself: a folder or a file (it may lie below the path that was given).
     others
         Other checkpoints of the same format beside it (other tags, other steps).
+    parts
+        Names of formats whose files, where they are found in the same place, are by convention
+        parts of this checkpoint, and no checkpoints of their own.
     """
 
     root: Path
     others: tuple[Path, ...] = ()
+    parts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ class Request:
         For formats that cut weights in files: the most that a file holds.
     tag
         For formats that keep several checkpoints in a folder: the name of this one.
+    expert_parallel
+        Degree of expert parallelism of the target; ``None`` for the source's own.
     """
 
     world: int | None = None
@@ -91,6 +97,7 @@ class Request:
     optimizer: bool = False
     max_shard_bytes: int | None = None
     tag: str | None = None
+    expert_parallel: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,20 @@ it; replicas of a tensor are equal, and equal to the digest that was recorded wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.digest import CRC64NVME
 from reshard.errors import CorruptError, InconsistentError
+from reshard.frames import Cover
 from reshard.layout import TensorKey, key_text
+from reshard.manifest import Manifest
 from reshard.plan import Plan
+from reshard.ruler import ints
 from reshard.source import Fetcher
+from reshard.store import EntryStore
 from reshard.tally import ALGORITHMS, Tally
 
 
@@ -73,7 +80,13 @@ def digests(plan: Plan, tally: Tally) -> dict[TensorKey, int]:
         If a tensor hasn't the digest that the source recorded.
     """
     values = tally.messages.values()
-    read = {key: _equal(plan, key, [int(values[m]) for m in same]) for key, same in plan.join.same}
+    same = plan.join.same
+    differing = [(k, some) for k, some in same if len(np.unique(values[some])) > 1]
+    if differing:
+        raise _differing(plan, values, differing)
+    read = {key: int(values[some[0]]) for key, some in same}
+    for key, value in read.items():
+        _check_recorded(plan, key, value)
     for message, key, parent in plan.derived:
         if int(values[message]) != read[key]:
             raise InconsistentError(
@@ -88,20 +101,62 @@ def digests(plan: Plan, tally: Tally) -> dict[TensorKey, int]:
     }
 
 
-def _equal(plan: Plan, key: TensorKey, values: list[int]) -> int:
-    """The digest of a source tensor, its replicas proved equal."""
-    if any(v != values[0] for v in values):
-        raise InconsistentError(
-            f"{key_text(key)} is stored several times, and its copies differ",
-            where=plan.source.root,
-            hint="ranks have drifted apart or are of different runs; "
-            "--replicas first takes the first copy of each",
-        )
+def _check_recorded(plan: Plan, key: TensorKey, value: int) -> None:
     stored = plan.source.digests.get(key)
-    if stored is not None and stored != values[0]:
+    if stored is not None and stored != value:
         raise CorruptError(
-            f"{key_text(key)} has the digest {CRC64NVME.hex(values[0])}, but "
+            f"{key_text(key)} has the digest {CRC64NVME.hex(value)}, but "
             f"{CRC64NVME.hex(stored)} was recorded when it was written",
             where=plan.source.root,
         )
-    return values[0]
+
+
+def _differing(
+    plan: Plan, values: NDArray[np.uint64], differing: Sequence[tuple[TensorKey, Sequence[int]]]
+) -> InconsistentError:
+    """What to say of tensors whose replicas aren't equal: of the first one, where they lie."""
+    key, messages = differing[0]
+    files = _files(plan, messages)
+    others = [f for f, m in zip(files, messages, strict=True) if values[m] != values[messages[0]]]
+    text = (
+        f"{key_text(key)} is stored several times, and its copies differ: "
+        f"in {files[0]} it isn't what it is in {_some(others)}"
+    )
+    if len(differing) > 1:
+        text += f"; so do those of {_some([key_text(k) for k, _ in differing[1:]])}"
+    return InconsistentError(
+        text,
+        where=plan.source.root,
+        hint="ranks have drifted apart or are of different runs; "
+        "--replicas first takes the first copy of each",
+    )
+
+
+def _files(plan: Plan, messages: Sequence[int]) -> list[str]:
+    """In which file of the source each message begins."""
+    found: dict[int, str] = {}
+    wanted = set(messages)
+    for rows in (*plan.join.sources.values(), plan.join.read_only):
+        for message, cover in zip(rows.message.tolist(), rows.covers, strict=True):
+            some = wanted & {message, plan.messages[message].twin}
+            found |= {m: _file(plan.source, cover) for m in some}
+    return [found[message] for message in messages]
+
+
+def _file(source: Manifest, cover: Cover) -> str:
+    index, entry = cover.places[0]
+    space = source.space(index)
+    store = source.stores[space.name, cover.tensor.state]
+    if isinstance(store, EntryStore):
+        file = store.files[entry]
+    else:
+        _, pieces = space.ruler.locate(ints([entry]), ints([0]), ints([1]))
+        file = store.files[store.split(pieces).multiple[0]]
+    return source.path(int(file)).name
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    """Some of many, each once: ``a, b and 3 more``."""
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

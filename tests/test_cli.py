@@ -23,6 +23,7 @@ import click
 import pytest
 from conftest import REPO, CliResult
 
+from reshard import describe
 from reshard.api import open_manifest
 from reshard.cli import jobs
 from reshard.cli.failure import failure_of
@@ -163,6 +164,23 @@ def test_inspect(here: Path) -> None:
     assert lines[-1] == "  and 106 more (--all lists them)"
     assert len([n for n in lines if "float32  [" in n or "bfloat16  [" in n]) == 20
     assert "more (--all" not in cli("inspect", "ckpt-4", "--all").stdout
+
+
+def test_inspect_describes_no_more_than_it_lists(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[str] = []
+    line = describe.TensorLine
+
+    def counted(**fields: Any) -> describe.TensorLine:
+        described.append(fields["name"])
+        return line(**fields)
+
+    monkeypatch.setattr(describe, "TensorLine", counted)
+    for words, lines in (((), 20), (("--tensor", "exp_avg:scale"), 1), (("--all",), 126)):
+        described.clear()
+        assert cli("inspect", "ckpt-4", *words).code == 0
+        assert len(described) == lines, words
 
 
 def test_inspect_some_tensors(here: Path) -> None:

@@ -102,19 +102,19 @@ def save(
     staging = Staging(target, single_file=False)
     sources: list[Source] = []
 
-    def begin() -> None:
-        if engine.rank == 0:
-            staging.begin()
+    def begin() -> str:
+        where = str(staging.begin()) if engine.rank == 0 else ""
         sources.extend(_sources(engine, prepared, copy=not blocking))
+        return where
 
     try:
-        together(engine, "save: begin", begin)
+        folder = Path(together(engine, "save: begin", begin)[0])
     except BaseException:
         if engine.rank == 0:
             staging.abandon()
         raise
     engine.saving.serial += 1
-    job = _Job(engine, prepared, staging, sources, sync=sync, keep_last=keep_last)
+    job = _Job(engine, prepared, staging, folder, sources, sync=sync, keep_last=keep_last)
     running = Running(target, job.run, blocking=blocking)
     engine.saving.running = running
     return running
@@ -268,12 +268,14 @@ class _Job:
         engine: Stateful,
         prepared: _Prepared,
         staging: Staging,
+        folder: Path,
         sources: list[Source],
         *,
         sync: bool,
         keep_last: int | None,
     ) -> None:
         self._prepared, self._staging, self._sources = prepared, staging, sources
+        self._folder = folder  # of rank 0's staging, which other ranks only write into
         self._sync, self._keep_last = sync, keep_last
         self._rank, self._shard, self._replica = engine.rank, engine.shard, engine.replica
         self._board = _Board(engine)
@@ -302,7 +304,7 @@ class _Job:
 
     def _write(self) -> dict[str, Any]:
         writer = SliceWriter(
-            self._staging.folder,
+            self._folder,
             self._prepared.slices,
             self._shard,
             sync=self._sync,
@@ -329,7 +331,7 @@ class _Job:
 
     def _commit(self, said: Sequence[Mapping[str, Any]]) -> None:
         whole, more = self._prepared.whole([base64.b64decode(one["rng"]) for one in said])
-        folder = self._staging.folder
+        folder = self._folder
         wrote = [Wrote(one["chunks"], one["pieces"]) for one in said]
         wrote.append(_write_extras(folder, whole, more, sync=self._sync))
         native.write_metadata(folder, whole, _result(whole, wrote))
