@@ -42,8 +42,10 @@ texts: `"nan"`, `"inf"`, `"-inf"`.
 Progress is one line on a terminal. Elsewhere there is none, or with `--progress` a plain line every
 5 seconds: bytes, share, speed, and the time that is left.
 
-`Ctrl-C` and SIGTERM end a command within moments: what was begun is removed, and nothing is at
-`DST`. Exit codes are listed in [errors.md](errors.md); only 0 means that all is well.
+`Ctrl-C` and SIGTERM end a command within moments, and nothing is at `DST`. What was complete stays
+in a hidden folder beside it, and the same command
+[goes on from there](concepts.md#going-on-after-a-kill). Exit codes are listed in
+[errors.md](errors.md); only 0 means that all is well.
 """
 
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from reshard.box import Shape
 from reshard.dtypes import BY_SAFETENSORS, DType
@@ -49,8 +51,7 @@ _ASCENDING = (
 _RANK = {code: rank for rank, code in enumerate(_ASCENDING)}
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A tensor in a file.
 
     Parameters
@@ -131,16 +132,16 @@ def read(path: Path) -> Header:
     raw, nbytes = _read_bytes(path)
     problems: list[str] = []
     content = _content(raw, path)
-    metadata = _metadata(content, problems)
+    fields = content.fields
+    metadata = _metadata(fields.pop(METADATA, JsonObject()), problems)
     for name in content.repeated:
         problems.append(f"{brief(name)} occurs more than once")
-    slots = [_slot(name, info, problems) for name, info in content.items() if name != METADATA]
-    whole = sorted((s for s in slots if s is not None), key=lambda s: (s.start, s.stop, s.name))
+    slots = sorted(_slots(fields, problems), key=operator.attrgetter("start", "stop", "name"))
     payload = PREFIX + len(raw)
     if not problems:
-        _check_cover(whole, nbytes - payload, problems)
+        _check_cover(slots, nbytes - payload, problems)
     refuse(problems, path, "the header")
-    return Header(tuple(whole), metadata, payload, nbytes)
+    return Header(tuple(slots), metadata, payload, nbytes)
 
 
 def _read_bytes(path: Path) -> tuple[bytes, int]:
@@ -204,22 +205,21 @@ def _content(raw: bytes, path: Path) -> JsonObject:
             f"the header ends with {text[-1:]!r}; only spaces may follow its last '}}'",
             where=path,
         )
-    content = parse_json(text, path, "the header")
-    assert isinstance(content, JsonObject)
+    content = parse_json(text, path, "the header", _object)
+    if not isinstance(content, JsonObject):
+        raise CorruptError("the header describes one tensor that has no name", where=path)
     return content
 
 
-def _metadata(content: JsonObject, problems: list[str]) -> dict[str, str]:
-    found = content.get(METADATA)
-    if METADATA not in content:
-        return {}
+def _metadata(found: object, problems: list[str]) -> dict[str, str]:
     if not isinstance(found, JsonObject):
-        problems.append(f"{METADATA} is {brief(found)}, not an object")
+        what = "describes a tensor" if isinstance(found, _Fields) else f"is {brief(found)}"
+        problems.append(f"{METADATA} {what}, not an object of texts")
         return {}
     for key in found.repeated:
         problems.append(f"{METADATA}: {brief(key)} occurs more than once")
     metadata: dict[str, str] = {}
-    for key, value in found.items():
+    for key, value in found.fields.items():
         if not is_text(key):
             problems.append(f"{METADATA}: the key {brief(key)} isn't valid Unicode")
         elif not is_text(value):
@@ -231,36 +231,77 @@ def _metadata(content: JsonObject, problems: list[str]) -> dict[str, str]:
 
 # -- its tensors ----------------------------------------------------------------------------------
 
-_FIELDS = ("dtype", "shape", "data_offsets")
+_NAMES = ("dtype", "shape", "data_offsets")
+_KEYS = frozenset(_NAMES)
 
 
-def _slot(name: str, info: object, problems: list[str]) -> Slot | None:
-    """The tensor that an entry of the header describes, or ``None`` and what is wrong with it."""
-    wrong: list[str] = []
-    if not is_text(name):
-        wrong.append("its name isn't valid Unicode")
+class _Fields(NamedTuple):
+    """What an entry of the header says, where all of it is as it should be."""
+
+    dtype: DType
+    shape: Shape
+    start: int
+    stop: int
+
+
+def _object(pairs: list[tuple[str, object]]) -> _Fields | JsonObject:
+    """An object of the header, checked while the parser still has it at hand.
+
+    A header has up to a hundred thousand tensors, and most have nothing that isn't said in a few
+    words. What isn't found sound here is looked at again: that finds what is wrong with it.
+    """
+    fields: dict[str, Any] = dict(pairs)
+    if len(pairs) == 3 and fields.keys() == _KEYS:
+        code, shape, span = fields["dtype"], fields["shape"], fields["data_offsets"]
+        if type(code) is str and type(shape) is list and type(span) is list and len(span) == 2:
+            dtype, (start, stop) = BY_SAFETENSORS.get(code), span
+            if (
+                dtype is not None
+                and {*map(type, shape), *map(type, span)} == {int}
+                and len(shape) <= _MAX_DIMS
+                and min(shape, default=1) > 0
+                and 0 <= start <= stop <= _MOST
+                and math.prod(shape) * dtype.bits == 8 * (stop - start)
+            ):
+                return _Fields(dtype, tuple(shape), start, stop)
+    return JsonObject(pairs)
+
+
+def _slots(infos: Mapping[str, object], problems: list[str]) -> Iterator[Slot]:
+    """The tensors that a header describes; what is wrong with them goes to the problems."""
+    for name, info in infos.items():
+        wrong = [] if is_text(name) else ["its name isn't valid Unicode"]
+        found = info if isinstance(info, _Fields) else _fields(info, wrong)
+        if found is not None:
+            yield Slot(name, *found)
+        if wrong:
+            problems.extend(f"tensor {brief(name)}: {w}" for w in wrong)
+
+
+def _fields(info: object, wrong: list[str]) -> _Fields | None:
+    """What an entry of the header says, or ``None`` and what is wrong with it."""
     if not isinstance(info, JsonObject):
         wrong.append(f"is {brief(info)}, not an object")
-        problems.extend(f"tensor {brief(name)}: {w}" for w in wrong)
         return None
+    fields = info.fields
+    before = len(wrong)
     wrong += [f"{brief(f)} occurs more than once" for f in info.repeated]
-    wrong += [f"has no {f!r}" for f in _FIELDS if f not in info]
-    wrong += [f"has an unknown field {brief(f)}" for f in info if f not in _FIELDS]
-    dtype = _dtype(info, wrong)
-    shape = _shape(info, wrong)
-    span = _span(info, wrong)
+    wrong += [f"has no {f!r}" for f in _NAMES if f not in fields]
+    wrong += [f"has an unknown field {brief(f)}" for f in fields if f not in _NAMES]
+    dtype = _dtype(fields, wrong)
+    shape = _shape(fields, wrong)
+    span = _span(fields, wrong)
     if dtype is not None and shape is not None and span is not None:
         _check_size(dtype, shape, span, wrong)
-        if not wrong:
-            return Slot(name, dtype, shape, *span)
-    problems.extend(f"tensor {brief(name)}: {w}" for w in wrong)
+        if len(wrong) == before:
+            return _Fields(dtype, shape, *span)
     return None
 
 
-def _dtype(info: JsonObject, wrong: list[str]) -> DType | None:
-    code = info.get("dtype")
+def _dtype(fields: Mapping[str, object], wrong: list[str]) -> DType | None:
+    code = fields.get("dtype")
     found = BY_SAFETENSORS.get(code) if isinstance(code, str) else None
-    if found is None and "dtype" in info:
+    if found is None and "dtype" in fields:
         wrong.append(f"its dtype {brief(code)} isn't one of the format")
     return found
 
@@ -273,24 +314,24 @@ def _counts(value: object) -> tuple[int, ...] | None:
     return tuple(value) if good else None
 
 
-def _shape(info: JsonObject, wrong: list[str]) -> Shape | None:
-    if "shape" not in info:
+def _shape(fields: Mapping[str, object], wrong: list[str]) -> Shape | None:
+    if "shape" not in fields:
         return None
-    shape = _counts(info["shape"])
+    shape = _counts(fields["shape"])
     if shape is None:
-        wrong.append(f"its shape {_listed(info['shape'])} isn't a list of whole numbers from 0")
+        wrong.append(f"its shape {_listed(fields['shape'])} isn't a list of whole numbers from 0")
     elif len(shape) > _MAX_DIMS:
         wrong.append(f"it has {len(shape)} dims; more than {_MAX_DIMS} can't be held")
         return None
     return shape
 
 
-def _span(info: JsonObject, wrong: list[str]) -> tuple[int, int] | None:
-    if "data_offsets" not in info:
+def _span(fields: Mapping[str, object], wrong: list[str]) -> tuple[int, int] | None:
+    if "data_offsets" not in fields:
         return None
-    span = _counts(info["data_offsets"])
+    span = _counts(fields["data_offsets"])
     if span is None or len(span) != 2 or span[0] > span[1]:
-        listed = _listed(info["data_offsets"])
+        listed = _listed(fields["data_offsets"])
         wrong.append(f"its data_offsets {listed} aren't a first byte and the byte after the last")
         return None
     return span[0], span[1]
@@ -319,6 +360,9 @@ def _check_size(dtype: DType, shape: Shape, span: tuple[int, int], wrong: list[s
 
 def _check_cover(slots: Sequence[Slot], nbytes: int, problems: list[str]) -> None:
     """Check that the tensors fill the payload without holes or overlaps."""
+    starts, stops = [slot.start for slot in slots], [slot.stop for slot in slots]
+    if [*starts, nbytes] == [0, *stops]:
+        return
     end, last = 0, ""
     for slot in slots:
         if slot.start > end:

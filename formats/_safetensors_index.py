@@ -58,13 +58,14 @@ def read(path: Path) -> Index:
     if not isinstance(content, JsonObject):
         raise CorruptError(f"the index is {brief(content)}, not an object", where=path)
     problems = [f"{brief(key)} occurs more than once" for key in content.repeated]
-    files = _files(content, problems)
-    metadata = content.get("metadata")
+    fields = content.fields
+    files = _files(fields.get("weight_map"), problems)
+    metadata = fields.get("metadata")
     if metadata is None:
-        metadata = JsonObject([])
+        metadata = JsonObject()
     if not isinstance(metadata, JsonObject):
         problems.append(f"metadata is {brief(metadata)}, not an object")
-        metadata = JsonObject([])
+        metadata = JsonObject()
     refuse(problems, path, "the index")
     unsafe = [f"{brief(name)} → {brief(file)}" for name, file in files.items() if not _plain(file)]
     if unsafe:
@@ -74,7 +75,7 @@ def read(path: Path) -> Index:
             where=path,
             hint="nothing was read; don't trust whatever made this index",
         )
-    return Index(files, metadata)
+    return Index(files, metadata.fields)
 
 
 def _bytes(path: Path) -> bytes:
@@ -89,8 +90,7 @@ def _bytes(path: Path) -> bytes:
         raise source_error(error, path) from error
 
 
-def _files(content: JsonObject, problems: list[str]) -> dict[str, str]:
-    found = content.get("weight_map")
+def _files(found: object, problems: list[str]) -> dict[str, str]:
     if not isinstance(found, JsonObject):
         what = "there is no weight_map" if found is None else f"weight_map is {brief(found)}"
         problems.append(f"{what}; an object (tensor to file) is due")
@@ -99,7 +99,7 @@ def _files(content: JsonObject, problems: list[str]) -> dict[str, str]:
         problems.append("weight_map is empty")
     problems.extend(f"weight_map: {brief(key)} occurs more than once" for key in found.repeated)
     files: dict[str, str] = {}
-    for name, file in found.items():
+    for name, file in found.fields.items():
         if not is_text(name):
             problems.append(f"weight_map: the name {brief(name)} isn't valid Unicode")
         elif not is_text(file):

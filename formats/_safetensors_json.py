@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,21 +30,41 @@ def refuse(problems: Sequence[str], path: Path, what: str) -> None:
     raise CorruptError(f"{len(problems)} problems in {what}:{lines}", where=path)
 
 
-class JsonObject(dict[str, object]):
-    """A JSON object that remembers which keys it had more than once."""
+class JsonObject(tuple[tuple[str, object], ...]):
+    """A JSON object as it is written: its pairs of a key and a value, in order."""
 
-    __slots__ = ("repeated",)
+    __slots__ = ()
 
-    def __init__(self, pairs: list[tuple[str, object]]) -> None:
-        super().__init__(pairs)
-        self.repeated: tuple[str, ...] = ()
-        if len(self) != len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            self.repeated = tuple(key for key, count in counts.items() if count > 1)
+    @property
+    def fields(self) -> dict[str, object]:
+        """Its values by key; of a key that is repeated the last."""
+        return dict(self)
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The keys that it has more than once."""
+        if len(self.fields) == len(self):
+            return ()
+        counts = Counter(key for key, _ in self)
+        return tuple(key for key, count in counts.items() if count > 1)
 
 
-def parse_json(raw: bytes, path: Path, what: str) -> object:
+def parse_json(
+    raw: bytes,
+    path: Path,
+    what: str,
+    make: Callable[[list[tuple[str, object]]], object] = JsonObject,
+) -> object:
     """Parse JSON strictly: UTF-8, no ``NaN``, and ``-0`` is no whole number.
+
+    Parameters
+    ----------
+    raw
+        The text.
+    path, what
+        For messages: the file, and which part of it.
+    make
+        Makes an object of its pairs.
 
     Raises
     ------
@@ -54,8 +74,8 @@ def parse_json(raw: bytes, path: Path, what: str) -> object:
     try:
         return json.loads(
             raw.decode("utf-8"),
-            object_pairs_hook=JsonObject,
-            parse_int=_whole,
+            object_pairs_hook=make,
+            parse_int=_whole if b"-0" in raw else None,
             parse_constant=_no_constant,
         )
     except RecursionError as error:
@@ -76,6 +96,8 @@ def is_text(value: object) -> bool:
     """Whether a value is text that UTF-8 can hold (JSON can spell halves of characters)."""
     if not isinstance(value, str):
         return False
+    if value.isascii():
+        return True
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:

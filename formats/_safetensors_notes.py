@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from reshard.digest import CRC64NVME
@@ -32,6 +33,7 @@ NOTES = "zreshard"
 DIGESTS = "zreshard.digests"
 """Key of the free text for the tensors' digests."""
 
+_HEX = re.compile("[0-9a-f]{16}")
 _OPTIMIZER = "optimizer."
 _VERSION = 1
 _PLAIN_STATES = frozenset((PARAM, BUFFER, CLIENT))
@@ -96,7 +98,7 @@ def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
     """
     if NOTES not in metadata:
         return Notes()
-    content = _object(metadata[NOTES], NOTES, path)
+    content = _fields(metadata[NOTES], NOTES, path)
     version = content.get("version")
     if type(version) is int and version > _VERSION:
         raise UnsupportedError(
@@ -107,7 +109,7 @@ def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
         )
     states = content.get("states", [])
     buffers = content.get("buffers", [])
-    aliases = content.get("aliases", JsonObject([]))
+    aliases = content.get("aliases", JsonObject())
     if (
         type(version) is not int
         or version != _VERSION
@@ -115,14 +117,14 @@ def read_notes(metadata: Mapping[str, str], path: Path) -> Notes:
         or not isinstance(buffers, list)
         or not isinstance(aliases, JsonObject)
         or aliases.repeated
-        or not all(map(is_text, [*states, *buffers, *aliases, *aliases.values()]))
+        or not all(map(is_text, chain(states, buffers, *aliases)))
         or _PLAIN_STATES & set(states)
     ):
         raise _broken(NOTES, path)
     return Notes(
         tuple(map(str, states)),
         frozenset(map(str, buffers)),
-        {alias: str(name) for alias, name in aliases.items()},
+        {alias: str(name) for alias, name in aliases},
     )
 
 
@@ -142,15 +144,12 @@ def read_digests(metadata: Mapping[str, str], path: Path) -> dict[str, int]:
     """
     if DIGESTS not in metadata:
         return {}
-    content = _object(metadata[DIGESTS], DIGESTS, path).get(CRC64NVME.name)
+    content = _fields(metadata[DIGESTS], DIGESTS, path).get(CRC64NVME.name)
     if not isinstance(content, JsonObject) or content.repeated:
         raise _broken(DIGESTS, path)
-    digests: dict[str, int] = {}
-    for label, value in content.items():
-        if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
-            raise _broken(DIGESTS, path)
-        digests[label] = int(value, 16)
-    return digests
+    if not all(isinstance(value, str) and _HEX.fullmatch(value) for _, value in content):
+        raise _broken(DIGESTS, path)
+    return {label: int(str(value), 16) for label, value in content}
 
 
 def free_text(metadata: Mapping[str, str], aliases: Iterable[str]) -> dict[str, str]:
@@ -159,11 +158,11 @@ def free_text(metadata: Mapping[str, str], aliases: Iterable[str]) -> dict[str, 
     return {key: value for key, value in metadata.items() if key not in own}
 
 
-def _object(text: str, key: str, path: Path) -> JsonObject:
+def _fields(text: str, key: str, path: Path) -> dict[str, object]:
     content = parse_json(text.encode(), path, f"the metadata {key!r}")
     if not isinstance(content, JsonObject) or content.repeated:
         raise _broken(key, path)
-    return content
+    return content.fields
 
 
 def _broken(key: str, path: Path) -> CorruptError:

@@ -17,8 +17,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.array_path import SPACE_NAME, array_path
+from reshard.collector import collector_paused
 from reshard.commit import write_file
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.execute import Result
 from reshard.format import Draft, Found, Loss, Request
 from reshard.layout import PARAM, Layout, TensorKey
-from reshard.manifest import Manifest
+from reshard.manifest import Manifest, ParamGroup
 from reshard.manifest_json import (
     KEY,
     VERSION,
@@ -87,12 +89,13 @@ class Native:
         inside.sort(key=lambda p: _step(p.name))
         return Found(inside[-1], tuple(inside[:-1]))
 
+    @collector_paused()
     def open(self, root: Path) -> Manifest:
         """Read the manifest, and check that every chunk is there at its full length."""
         document = loads(_read(root / MANIFEST), root / MANIFEST)
         layout = layout_from_json(document)
         files, stores, rows = _arrays(layout, document["arrays"])
-        _check_files(root, files)
+        check_files(root, files)
         return Manifest(
             format=self.name,
             root=root,
@@ -118,19 +121,14 @@ class Native:
                 lambda name, state, own: request.casts.of(name, own) if state == PARAM else own,
             )
         )
-        files, stores, rows = _new_arrays(layout)
-        manifest = Manifest(
-            format=self.name,
-            root=target,
-            layout=layout,
-            files=tuple(files),
-            stores=stores,
+        manifest = new_manifest(
+            layout,
+            target,
             groups=source.groups,
             aliases=source.aliases,
             objects=source.objects,
-            regions=Regions.of("crc64nvme", rows),
         )
-        _check_fits(manifest)
+        check_fits(manifest)
         casts = {k for k, t in manifest.tensors.items() if t.dtype != source.tensors[k].dtype}
         return Draft(
             manifest=manifest,
@@ -141,6 +139,29 @@ class Native:
 
 
 FORMAT = Native()
+
+
+def new_manifest(
+    layout: Layout,
+    root: Path,
+    *,
+    groups: Sequence[ParamGroup] = (),
+    aliases: Mapping[str, str] | None = None,
+    objects: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """The manifest of a checkpoint that is to be written: its files with their sizes."""
+    files, stores, rows = _new_arrays(layout)
+    return Manifest(
+        format=FORMAT.name,
+        root=root,
+        layout=layout,
+        files=tuple(files),
+        stores=stores,
+        groups=tuple(groups),
+        aliases=dict(aliases or {}),
+        objects=dict(objects or {}),
+        regions=Regions.of("crc64nvme", rows),
+    )
 
 
 def _safe_names(layout: Layout) -> Layout:
@@ -160,8 +181,14 @@ def _safe_names(layout: Layout) -> Layout:
     return Layout(tuple(spaces), layout.mesh, layout.stage)
 
 
-def _check_fits(manifest: Manifest) -> None:
-    """Refuse, before a byte is written, what couldn't be read again."""
+def check_fits(manifest: Manifest) -> None:
+    """Refuse, before a byte is written, what couldn't be read again.
+
+    Raises
+    ------
+    UnsupportedError
+        If a native checkpoint can't hold this state.
+    """
     nothing = np.zeros(len(manifest.regions), np.uint64)
     found = problems({**_document(manifest, nothing, {}), "crc64nvme": "0" * 16})
     if found:
@@ -227,20 +254,23 @@ def _lay(
             count = space.shards * (part // chunk)
             numbers = np.arange(len(files), len(files) + count)
             stores[space.name, state] = ShardStore(part, chunk, numbers, ints(np.zeros(count)))
-            for c in range(count):
-                path = f"{array_path(space.name, state)}/c/{c}"
-                value = None if checksums is None else checksums[index][c]
-                rows.append((len(files), 0, dtype.nbytes(chunk), value, path))
-                files.append(File(path, dtype.nbytes(chunk)))
+            folder, nbytes = array_path(space.name, state), dtype.nbytes(chunk)
+            values = repeat(None, count) if checksums is None else checksums[index]
+            for c, value in enumerate(values):
+                path = f"{folder}/c/{c}"
+                rows.append((len(files), 0, nbytes, value, path))
+                files.append(File(path, nbytes))
             index += 1
     return files, stores, rows
 
 
-def _check_files(root: Path, files: list[File]) -> None:
+def check_files(root: Path, files: Sequence[File]) -> None:
     """Every chunk there, none short, none that the manifest doesn't know."""
     sizes: dict[str, int] = {}
     for folder in dict.fromkeys(f.path.rpartition("/")[0] for f in files):
         sizes.update(_chunks_in(root, folder))
+    if sizes == {file.path: file.nbytes for file in files}:
+        return
     for file in files:
         size = sizes.pop(file.path, None)
         if size is None:
@@ -253,12 +283,11 @@ def _check_files(root: Path, files: list[File]) -> None:
             raise CorruptError(
                 f"has {size} bytes and should have {file.nbytes}", where=root / file.path
             )
-    if sizes:
-        raise CorruptError(
-            "isn't listed in the manifest",
-            where=root / min(sizes),
-            hint="files of another checkpoint were copied into this one",
-        )
+    raise CorruptError(
+        "isn't listed in the manifest",
+        where=root / min(sizes),
+        hint="files of another checkpoint were copied into this one",
+    )
 
 
 def _chunks_in(root: Path, folder: str) -> dict[str, int]:

@@ -14,11 +14,12 @@ tensors of one name and says nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from reshard.builder import Builder, Placed
+from reshard.collector import collector_paused
 from reshard.errors import IncompleteError, NotFoundError, RequestError, UnsupportedError
 from reshard.format import Draft, Found, Request
 from reshard.formats import _safetensors_header as headers
@@ -53,6 +54,7 @@ class Safetensors:
             return Found(path)
         return None
 
+    @collector_paused()
     def open(self, root: Path) -> Manifest:
         """Read the headers (and the index), and check all of their rules.
 
@@ -257,28 +259,24 @@ class _Reading:
         if stale := sorted(set(slots) - chosen):
             text = f"holds tensors that the index doesn't assign to it: {_some(stale)}"
             self.builder.note("note", text, path.name)
-        file = self.builder.file(path)
-        for slot in header.slots:
-            if slot.name in chosen:
-                self._take(slot, header, file, notes, digests)
+        self._take([slot for slot in header.slots if slot.name in chosen], header, path, notes)
+        for label, digest in digests.items():
+            if label in slots and label in chosen:
+                self._digests[notes.key(label)] = digest
         for alias, name in notes.aliases.items():
             if name in chosen and name in slots and alias not in chosen:
                 self.builder.aliases[alias] = name
         self._texts.append(free_text(header.metadata, notes.aliases))
         return sorted(chosen - set(slots))
 
-    def _take(
-        self, slot: Slot, header: Header, file: int, notes: Notes, digests: Mapping[str, int]
-    ) -> None:
-        name, state = notes.key(slot.name)
-        entry = Entry(name, slot.shape)
-        offset = header.payload + slot.start
-        self._placed.setdefault(state, []).append(Placed(entry, slot.dtype, file, offset))
-        self.nbytes += slot.stop - slot.start
-        if slot.name in digests:
-            self._digests[name, state] = digests[slot.name]
-        if slot.shape == (0,):
-            self._empty.append(slot.name)
+    def _take(self, slots: Sequence[Slot], header: Header, path: Path, notes: Notes) -> None:
+        file = self.builder.file(path)
+        for slot in slots:
+            name, state = notes.key(slot.name)
+            entry, offset = Entry(name, slot.shape), header.payload + slot.start
+            self._placed.setdefault(state, []).append(Placed(entry, slot.dtype, file, offset))
+        self.nbytes += sum(slot.stop - slot.start for slot in slots)
+        self._empty += [slot.name for slot in slots if slot.shape == (0,)]
 
     def finish(self) -> Manifest:
         """The manifest of everything that was added."""

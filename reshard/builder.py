@@ -107,10 +107,11 @@ class Builder:
         partition: Partition | None = None,
     ) -> None:
         """Boxes of one state, as one space an element type (named ``<name>.<type>``)."""
-        kinds: dict[DType, list[Placed]] = {}
+        kinds: dict[str, list[Placed]] = {}
         for one in placed:
-            kinds.setdefault(one.dtype, []).append(one)
-        for dtype, some in kinds.items():
+            kinds.setdefault(one.dtype.name, []).append(one)
+        for some in kinds.values():
+            dtype = some[0].dtype
             strided = any(p.strides is not None for p in some)
             store = EntryStore(
                 ints([p.file for p in some]),

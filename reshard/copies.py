@@ -105,11 +105,9 @@ class Runs:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Runs]) -> Runs:
-        """The copies of all parts, sorted by ``target``."""
-        if not parts:
-            return NO_RUNS
-        runs = cls(
+    def chained(cls, parts: Sequence[Runs]) -> Runs:
+        """The copies of all parts, in their order: not sorted where they are of several files."""
+        return cls(
             np.concatenate([p.file for p in parts]),
             np.concatenate([p.source for p in parts]),
             np.concatenate([p.target for p in parts]),
@@ -117,6 +115,13 @@ class Runs:
             np.concatenate([p.message for p in parts]),
             np.concatenate([p.at for p in parts]),
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Runs]) -> Runs:
+        """The copies of all parts, sorted by ``target``."""
+        if not parts:
+            return NO_RUNS
+        runs = cls.chained(parts)
         return runs.take(np.argsort(runs.target, kind="stable"))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from reshard.box import Box, Shape, strides_of
 from reshard.errors import IncompleteError, InconsistentError
 from reshard.layout import key_text
-from reshard.manifest import Manifest, Tensor
+from reshard.manifest import Manifest, Place, Tensor
 from reshard.ruler import Ints, ints, slices
 
 PAIRS = 1 << 20
@@ -44,10 +44,11 @@ def replicas(manifest: Manifest, tensor: Tensor) -> tuple[int, ...]:
     InconsistentError
         If boxes overlap without being the same.
     """
-    entries = [manifest.space(s).entries[e] for s, e in tensor.places]
-    if all(e.box is None for e in entries):
-        return tuple(range(len(entries)))
-    boxes = [e.region for e in entries]
+    spaces = manifest.layout.spaces
+    found = [spaces[space].entries[entry].box for space, entry in tensor.places]
+    if found.count(None) == len(found):
+        return tuple(range(len(found)))
+    boxes = [Box.whole(tensor.shape) if box is None else box for box in found]
     wholes = sum(b.covers(tensor.shape) for b in boxes)
     next_cover = {Box.whole(tensor.shape): 0}
     covers = []
@@ -63,6 +64,39 @@ def replicas(manifest: Manifest, tensor: Tensor) -> tuple[int, ...]:
     return tuple(covers)
 
 
+class Replicas:
+    """The covers of a checkpoint's tensors, found once for all states that lie in one space.
+
+    Parameters
+    ----------
+    manifest
+        The checkpoint.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._known: dict[tuple[Place, ...], tuple[int, ...]] = {}
+
+    def of(self, tensor: Tensor) -> tuple[int, ...]:
+        """Which cover each place of a tensor belongs to; see :func:`replicas`."""
+        if len(tensor.places) == 1:  # sooner found than kept
+            return replicas(self._manifest, tensor)
+        found = self._known.get(tensor.places)
+        if found is None:
+            found = self._known[tensor.places] = replicas(self._manifest, tensor)
+        return found
+
+    def places(self, tensor: Tensor) -> tuple[tuple[Place, ...], ...]:
+        """The places of each cover of a tensor."""
+        covers = self.of(tensor)
+        if len(covers) == 1:
+            return (tensor.places,)
+        found: list[list[Place]] = [[] for _ in range(max(covers) + 1)]
+        for place, cover in zip(tensor.places, covers, strict=True):
+            found[cover].append(place)
+        return tuple(map(tuple, found))
+
+
 def check(manifest: Manifest) -> None:
     """Prove that every tensor is covered exactly once, replicas aside.
 
@@ -71,8 +105,9 @@ def check(manifest: Manifest) -> None:
     IncompleteError, InconsistentError
         For the first tensor with a hole or an overlap.
     """
+    replicas = Replicas(manifest)
     for tensor in manifest.tensors.values():
-        replicas(manifest, tensor)
+        replicas.of(tensor)
 
 
 def _exactly_once(manifest: Manifest, tensor: Tensor, boxes: list[Box]) -> None:

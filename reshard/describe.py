@@ -6,14 +6,15 @@ A :class:`Description` is made of a manifest alone: no payload is read, however 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from reshard.digest import CRC64NVME
-from reshard.layout import BUFFER, CLIENT, PARAM, FlatSpace
+from reshard.layout import BUFFER, CLIENT, PARAM, FlatSpace, TensorKey
 from reshard.manifest import Manifest, Tensor
 from reshard.plain import encode
 from reshard.report import Side, side
@@ -85,7 +86,7 @@ class Description:
     step
         The optimizer's steps, where it says them and all its parts agree.
     states, groups, tensors
-        In the order in which they are stored.
+        In the order in which they are stored; of the tensors those that were asked for.
     aliases
         Tied name to stored name.
     frozen
@@ -113,17 +114,31 @@ class Description:
 
     def to_json(self) -> dict[str, Any]:
         """The description as JSON has it."""
-        return asdict(self)
+        return {
+            **_plain(self),
+            "checkpoint": _plain(self.checkpoint),
+            "states": [_plain(line) for line in self.states],
+            "groups": [_plain(line) for line in self.groups],
+            "tensors": [_plain(line) for line in self.tensors],
+        }
 
 
-def describe(manifest: Manifest) -> Description:
+def _plain(record: Any) -> dict[str, Any]:
+    """The fields of a record, as they are."""
+    return {f.name: getattr(record, f.name) for f in fields(record)}
+
+
+def describe(manifest: Manifest, listed: Iterable[TensorKey] | None = None) -> Description:
     """Say what is in a checkpoint.
 
     Parameters
     ----------
     manifest
         The checkpoint, opened.
+    listed
+        The tensors that are described one by one; by default all.
     """
+    tensors = manifest.tensors
     spaces = manifest.layout.spaces
     regions = manifest.regions
     return Description(
@@ -131,7 +146,10 @@ def describe(manifest: Manifest) -> Description:
         step=_step(manifest),
         states=_states(manifest),
         groups=_groups(manifest),
-        tensors=tuple(_tensor(manifest, spaces, t) for t in manifest.tensors.values()),
+        tensors=tuple(
+            _tensor(manifest, spaces, tensors[key])
+            for key in (tensors if listed is None else listed)
+        ),
         aliases=dict(manifest.aliases),
         frozen=_frozen(manifest),
         objects=tuple(name for name, value in manifest.objects.items() if value not in (None, {})),
@@ -182,25 +200,24 @@ def _step(manifest: Manifest) -> int | float | None:
 
 
 def _states(manifest: Manifest) -> tuple[StateLine, ...]:
-    found: dict[str, list[Tensor]] = {}
-    for tensor in manifest.tensors.values():
-        found.setdefault(tensor.state, []).append(tensor)
+    counts = Counter(state for _, state in manifest.tensors)
+    dtypes: dict[str, dict[str, None]] = {state: {} for state in counts}
+    for space in manifest.layout.spaces:
+        for state, dtype in space.states.items():
+            if space.entries:
+                dtypes[state][dtype.name] = None
     return tuple(
-        StateLine(
-            state=state,
-            tensors=len(tensors),
-            dtypes=tuple(dict.fromkeys(t.dtype.name for t in tensors)),
-            nbytes=sum(t.nbytes for t in tensors),
-        )
-        for state, tensors in found.items()
+        StateLine(state, count, tuple(dtypes[state]), manifest.nbytes[state])
+        for state, count in counts.items()
     )
 
 
 def _groups(manifest: Manifest) -> tuple[GroupLine, ...]:
     held: list[dict[str, int]] = [{} for _ in manifest.groups]
     for space in manifest.layout.spaces:
-        if space.group is not None and space.group < len(held):
-            held[space.group].update({e.name: math.prod(e.shape) for e in space.entries})
+        for group, entries in space.in_groups().items():
+            if group < len(held):
+                held[group].update({e.name: math.prod(e.shape) for e in entries})
     return tuple(
         GroupLine(
             optimizer=group.optimizer,
@@ -215,13 +232,15 @@ def _groups(manifest: Manifest) -> tuple[GroupLine, ...]:
 
 def _tensor(manifest: Manifest, spaces: tuple[FlatSpace, ...], tensor: Tensor) -> TensorLine:
     digest = manifest.digests.get(tensor.key)
+    space, entry = tensor.places[0]
+    group = spaces[space].group
     return TensorLine(
         name=tensor.name,
         state=tensor.state,
         dtype=tensor.dtype.name,
         shape=tensor.shape,
         nbytes=tensor.nbytes,
-        group=spaces[tensor.places[0][0]].group,
+        group=group[entry] if isinstance(group, tuple) else group,
         stored=len(tensor.places),
         digest=None if digest is None else CRC64NVME.hex(digest),
     )

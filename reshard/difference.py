@@ -214,10 +214,10 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
 def _membership(manifest: Manifest) -> dict[str, int]:
     """The parameter group of each name that is in one."""
     return {
-        entry.name: space.group
+        entry.name: group
         for space in manifest.layout.spaces
-        if space.group is not None
-        for entry in space.entries
+        for group, entries in space.in_groups().items()
+        for entry in entries
     }
 
 

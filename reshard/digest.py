@@ -217,6 +217,28 @@ class Sums:
             self._partial ^= other._partial
             self.covered += other.covered
 
+    def anew(self) -> Sums:
+        """Another object over the same messages, with nothing in it."""
+        other = Sums.__new__(Sums)
+        other.algorithm, other.sizes = self.algorithm, self.sizes
+        other.covered = np.zeros(self.sizes.shape, dtype=np.int64)
+        other._partial = np.zeros(self.sizes.shape, dtype=np.uint64)
+        return other
+
+    def rows(self) -> tuple[Int64s, Int64s, Uint64s]:
+        """What has been added: messages, bytes added to each, and what they add to its checksum.
+
+        Messages without any are left out, so that few rows tell of a few pieces.
+        """
+        some = np.flatnonzero(self.covered)
+        return some, self.covered[some], self._partial[some]
+
+    def add_rows(self, message: Integers, nbytes: Integers, partial: Unsigneds) -> None:
+        """Add what :meth:`rows` of another object over the same messages gave."""
+        with _apply:
+            self._partial[message] ^= partial
+            self.covered[message] += nbytes
+
     def value(self, message: int) -> int:
         """Checksum of one message, which must be covered."""
         assert self.covered[message] == self.sizes[message], (

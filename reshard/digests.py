@@ -162,6 +162,7 @@ class _Survey:
         tally = readers[0].tally
         for reader in readers[1:]:
             tally.merge(reader.tally)
+        tally.settle()
         return tally
 
     def _reader(self, fetcher: Fetcher) -> _Reader:

@@ -8,6 +8,7 @@ a byte have no numpy type here: they are moved as bytes and never computed with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class DType:
         return self.name
 
 
+@cache
 def _numpy(name: str) -> np.dtype[Any]:
     if name in _ML_DTYPES:
         import ml_dtypes

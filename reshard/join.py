@@ -11,109 +11,33 @@ and 16-bit weights that must be the rounding of their masters.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reshard.box import Box, Shape
 from reshard.copies import Message
-from reshard.coverage import replicas as covers_of_places
+from reshard.coverage import Replicas
 from reshard.dtypes import FLOATS, DType
 from reshard.errors import InconsistentError, NotFoundError, RequestError
+from reshard.frames import NO_COVER, WHOLE, Cover, Frame, Frames, Part, Sources, frame_of
 from reshard.layout import TensorKey, key_text
-from reshard.manifest import Manifest, Tensor
-from reshard.ruler import Ints
-from reshard.store import EntryStore
-
-ENDLESS = 1 << 62
-"""The length of a row that never ends."""
-
-Place = tuple[int, int]
-"""Index of a space and of an entry in it."""
+from reshard.manifest import Manifest, Place, Tensor
+from reshard.ruler import ints
+from reshard.store import EntryStore, Store
 
 
-@dataclass(frozen=True, slots=True)
-class Cover:
-    """One replica of a source tensor.
+class _Rows:
+    """Columns of a :class:`Sources` that are yet to be filled."""
 
-    Parameters
-    ----------
-    tensor
-        The tensor.
-    places
-        Where it lies: one place, or the places of boxes that make it up.
-    """
-
-    tensor: Tensor
-    places: tuple[Place, ...]
-
-
-@dataclass(eq=False)
-class Sources:
-    """Where some boxes come from; columns with one row a box.
-
-    Parameters
-    ----------
-    boxes
-        The boxes.
-    store
-        Index (see :attr:`Join.stores`) of the store whose entry holds the same box; -1 where
-        boxes must be searched.
-    entry
-        The entry of that store's space.
-    message
-        The message of its tensor.
-    first, row, pitch
-        Element x of the box is element ``first + x // row * pitch + x % row`` of the message;
-        of use only where ``store`` isn't -1.
-    covers
-        The cover that each box comes from.
-    density
-        About how many copies an element of the box costs.
-    """
-
-    boxes: list[Box | None]
-    store: Ints
-    entry: Ints
-    message: Ints
-    first: Ints
-    row: Ints
-    pitch: Ints
-    covers: list[Cover]
-    density: NDArray[np.float64]
-
-    @cached_property
-    def even(self) -> bool:
-        """Whether ``row`` is endless everywhere."""
-        return not (self.row < ENDLESS).any()
-
-    @cached_property
-    def distinct(self) -> list[int]:
-        """The different values of ``store``."""
-        return [int(s) for s in np.unique(self.store)]
-
-    @classmethod
-    def empty(cls, count: int) -> Sources:
-        """Rows that are yet to be filled."""
-        store, entry, message, first, pitch = np.zeros((5, count), np.int64)
-        return cls(
-            boxes=[None] * count,
-            store=store,
-            entry=entry,
-            message=message,
-            first=first,
-            row=np.full(count, ENDLESS),
-            pitch=pitch,
-            covers=[_NO_COVER] * count,
-            density=np.zeros(count),
-        )
-
-
-_NO_COVER = Cover(Tensor("", "", (), DType("uint8", 8, None, None), ()), ())
+    def __init__(self, count: int) -> None:
+        self.boxes: list[Box | None] = [None] * count
+        self.covers: list[Cover] = [NO_COVER] * count
+        self.message = [0] * count
+        self.store = [-1] * count
+        self.entry = [0] * count
+        self.frame: list[Frame] = [WHOLE] * count
 
 
 class Join:
@@ -128,8 +52,6 @@ class Join:
     ----------
     messages
         All messages: those of the target first.
-    stores
-        (space index, state) of the source stores that hold boxes of the target.
     sources
         For each (space index, state) of the target, a row an entry.
     read_only
@@ -158,29 +80,29 @@ class Join:
         self.casts = casts
         self.equal = replicas == "equal"
         self.messages: list[Message] = []
-        self.stores: list[tuple[int, str]] = []
         self.derived: list[tuple[int, TensorKey, TensorKey]] = []
-        self._store_index: dict[tuple[int, str], int] = {}
-        self._covers: dict[TensorKey, list[Cover]] = {}
-        self._by_box: dict[tuple[TensorKey, int], dict[Box, Place]] = {}
+        self._replicas = Replicas(target)
+        self._replicas_before = Replicas(source)
+        self._covers: dict[TensorKey, tuple[Cover, ...]] = {}
+        self._by_box: dict[Cover, dict[Box, Place]] = {}
+        self._stores: dict[Part, int] = {}  # to a number of its own
         # messages with the bytes of a cover as they are in the source
-        self._readings: dict[tuple[TensorKey, int], list[int]] = {}
-        self.sources = {
-            (index, state): Sources.empty(len(space.entries))
+        self._readings: dict[Cover, list[int]] = {}
+        rows = {
+            (index, state): _Rows(len(space.entries))
             for index, space in enumerate(target.layout.spaces)
             for state in space.states
         }
         for key, tensor in target.tensors.items():
-            self._join(tensor, self._found(key, tensor))
-        only: list[tuple[int, Tensor, int]] = []
+            self._join(tensor, self._found(key, tensor), rows)
+        self.sources = self._all_sources(rows)
+        only: list[tuple[int, Cover]] = []
         for key, parent in proofs:
             only += self._prove(source.tensors[key], source.tensors[parent])
         unread = list(self._unread_replicas()) if self.equal else []
-        self.copies_of = [tensor.key for _, tensor, _ in unread]
+        self.copies_of = [cover.tensor.key for _, cover in unread]
         only += unread
         self.read_only = self._whole(only)
-        for rows in (*self.sources.values(), self.read_only):
-            self._find_density(rows)
         self.same = self._same()
 
     # -- tensors of the target ----------------------------------------------------------------
@@ -217,22 +139,20 @@ class Join:
                     hint="only floating-point tensors can be cast; keep this one's type",
                 )
 
-    def _join(self, tensor: Tensor, source: Tensor) -> None:
-        covers = covers_of_places(self.target, tensor)
+    def _join(self, tensor: Tensor, source: Tensor, rows: Mapping[Part, _Rows]) -> None:
+        replicas = self._replicas.of(tensor)
         known = self.covers_of(source)
-        messages, chosen = [], []
-        for replica in range(max(covers) + 1):
-            chosen.append(replica if self.equal and replica < len(known) else 0)
-            messages.append(self._message(tensor, source, chosen[-1]))
-        for (space, entry), cover in zip(tensor.places, covers, strict=True):
-            rows = self.sources[space, tensor.state]
-            rows.message[entry] = messages[cover]
+        made = []
+        for replica in range(max(replicas) + 1):
+            cover = known[replica if self.equal and replica < len(known) else 0]
+            made.append((self._message(tensor, cover), cover))
+        for (space, entry), replica in zip(tensor.places, replicas, strict=True):
             box = self.target.space(space).entries[entry].box
-            self._fill(rows, entry, box, source, chosen[cover])
+            self._fill(rows[space, tensor.state], entry, box, *made[replica])
 
-    def _message(self, tensor: Tensor, source: Tensor, cover: int, written: bool = True) -> int:
+    def _message(self, tensor: Tensor, cover: Cover, written: bool = True) -> int:
         """A new message of a tensor, and its twin in the source's type where that is another."""
-        made = self._readings.setdefault((source.key, cover), [])
+        made, source = self._readings.setdefault(cover, []), cover.tensor
         index, counts = len(self.messages), not made
         same = tensor.dtype == source.dtype
         twin = -1 if same else index + 1
@@ -247,89 +167,111 @@ class Join:
 
     # -- covers of the source -----------------------------------------------------------------
 
-    def covers_of(self, tensor: Tensor) -> list[Cover]:
+    def covers_of(self, tensor: Tensor) -> tuple[Cover, ...]:
         """The replicas of a source tensor."""
         found = self._covers.get(tensor.key)
         if found is None:
-            covers = covers_of_places(self.source, tensor)
-            found = self._covers[tensor.key] = [
-                Cover(
-                    tensor,
-                    tuple(p for p, c in zip(tensor.places, covers, strict=True) if c == index),
-                )
-                for index in range(max(covers) + 1)
-            ]
+            places = self._replicas_before.places(tensor)
+            found = self._covers[tensor.key] = tuple(Cover(tensor, some) for some in places)
         return found
 
-    def _place(self, source: Tensor, cover: int, box: Box | None) -> Place | None:
+    def _place(self, cover: Cover, box: Box | None) -> Place | None:
         """The place of a cover with that very box, unless it has strides."""
-        places = self.covers_of(source)[cover].places
+        places, shape = cover.places, cover.tensor.shape
         if len(places) == 1:
             found = self.source.space(places[0][0]).entries[places[0][1]]
-            same = box == found.box or _whole(box, found.shape) == found.region
+            same = box == found.box or _whole(box, shape) == found.region
             place = places[0] if same else None
         else:
-            key = (source.key, cover)
-            if key not in self._by_box:
-                self._by_box[key] = {
+            if cover not in self._by_box:
+                self._by_box[cover] = {
                     self.source.space(s).entries[e].region: (s, e) for s, e in places
                 }
-            place = self._by_box[key].get(_whole(box, source.shape))
-        if place is None or self._strided(place, source.state):
+            place = self._by_box[cover].get(_whole(box, shape))
+        if place is None or self._strided(place, cover.tensor.state):
             return None
         return place
 
     def _strided(self, place: Place, state: str) -> bool:
-        store = self.source.stores[self.source.space(place[0]).name, state]
+        store = self._store((place[0], state))
         return isinstance(store, EntryStore) and store.strides_of(place[1]) is not None
+
+    def _store(self, part: Part) -> Store:
+        return self.source.stores[self.source.space(part[0]).name, part[1]]
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _fill(self, rows: Sources, row: int, box: Box | None, source: Tensor, cover: int) -> None:
+    def _fill(self, rows: _Rows, row: int, box: Box | None, message: int, cover: Cover) -> None:
         rows.boxes[row] = box
-        rows.covers[row] = self.covers_of(source)[cover]
-        place, frame = self._place(source, cover, box), _frame(box, source.shape)
+        rows.covers[row] = cover
+        rows.message[row] = message
+        place, frame = self._place(cover, box), frame_of(box, cover.tensor.shape)
         if place is None or frame is None:
-            rows.store[row] = -1
             return
-        rows.store[row] = self._index((place[0], source.state))
+        part = (place[0], cover.tensor.state)
+        rows.store[row] = self._stores.setdefault(part, len(self._stores))
         rows.entry[row] = place[1]
-        rows.first[row], rows.row[row], rows.pitch[row] = frame
+        rows.frame[row] = frame
 
-    def _find_density(self, rows: Sources) -> None:
-        for index in rows.distinct:
-            if index >= 0:
-                some = np.flatnonzero(rows.store == index)
-                size = self.source.space(self.stores[index][0]).ruler.size[rows.entry[some]]
-                rows.density[some] = 1 / size + 1 / rows.row[some]
+    def _all_sources(self, rows: Mapping[Part, _Rows]) -> dict[Part, Sources]:
+        """The rows as columns; states of a space that lie alike share their frames."""
+        found: dict[Part, Sources] = {}
+        known: dict[int, list[Frames]] = {}
+        for (space, state), some in rows.items():
+            sources = self._sources(some)
+            alike = known.setdefault(space, [])
+            frames = next((f for f in alike if f.same(sources.frames)), None)
+            if frames is None:
+                alike.append(sources.frames)
+            else:
+                sources = replace(sources, frames=frames)
+            found[space, state] = sources
+        return found
 
-    def _index(self, store: tuple[int, str]) -> int:
-        index = self._store_index.setdefault(store, len(self.stores))
-        if index == len(self.stores):
-            self.stores.append(store)
-        return index
+    def _sources(self, rows: _Rows) -> Sources:
+        numbers, group = np.unique(ints(rows.store), return_inverse=True)
+        if len(numbers) and numbers[0] < 0:
+            numbers, group = numbers[1:], group - 1
+        parts = list(self._stores)
+        stores = tuple(parts[number] for number in numbers.tolist())
+        entry = ints(rows.entry)
+        first, row, pitch = ints(rows.frame).reshape(-1, 3).T.copy()
+        density = np.zeros(len(entry))
+        for index, (space, _) in enumerate(stores):
+            some = np.flatnonzero(group == index)
+            density[some] = 1 / self.source.space(space).ruler.size[entry[some]] + 1 / row[some]
+        frames = Frames(
+            group=group,
+            entry=entry,
+            first=first,
+            row=row,
+            pitch=pitch,
+            density=density,
+            spaces=tuple(space for space, _ in stores),
+            stores=tuple(map(self._store, stores)),
+        )
+        return Sources(rows.boxes, rows.covers, ints(rows.message), frames, stores)
 
-    def _whole(self, wanted: list[tuple[int, Tensor, int]]) -> Sources:
+    def _whole(self, wanted: Sequence[tuple[int, Cover]]) -> Sources:
         """A row for the whole of each tensor that is only read."""
-        rows = Sources.empty(len(wanted))
-        for row, (message, tensor, cover) in enumerate(wanted):
-            rows.message[row] = message
-            self._fill(rows, row, None, tensor, cover)
-        return rows
+        rows = _Rows(len(wanted))
+        for row, (message, cover) in enumerate(wanted):
+            self._fill(rows, row, None, message, cover)
+        return self._sources(rows)
 
     # -- what is only read --------------------------------------------------------------------
 
-    def _read(self, tensor: Tensor, cover: int) -> Iterator[tuple[int, Tensor, int]]:
-        """Read a cover, unless that is done anyway: (message, tensor, cover)."""
-        if (tensor.key, cover) not in self._readings:
-            yield self._message(tensor, tensor, cover, written=False), tensor, cover
+    def _read(self, covers: Iterable[Cover]) -> Iterator[tuple[int, Cover]]:
+        """Read those covers that aren't read anyway: (message, cover)."""
+        for cover in covers:
+            if cover not in self._readings:
+                yield self._message(cover.tensor, cover, written=False), cover
 
-    def _unread_replicas(self) -> Iterator[tuple[int, Tensor, int]]:
-        for tensor in {key: self.source.tensors[key] for key, _ in self._readings}.values():
-            for cover in range(len(self.covers_of(tensor))):
-                yield from self._read(tensor, cover)
+    def _unread_replicas(self) -> Iterator[tuple[int, Cover]]:
+        tensors = {cover.tensor.key: cover.tensor for cover in self._readings}
+        return self._read(c for tensor in tensors.values() for c in self.covers_of(tensor))
 
-    def _prove(self, tensor: Tensor, parent: Tensor) -> Iterator[tuple[int, Tensor, int]]:
+    def _prove(self, tensor: Tensor, parent: Tensor) -> Iterator[tuple[int, Cover]]:
         """Read what proves that a tensor is its parent, cast."""
         if tensor.shape != parent.shape:
             raise InconsistentError(
@@ -337,23 +279,23 @@ class Join:
                 f"which it must be the rounding of, is {list(parent.shape)}",
                 where=self.source.root,
             )
-        yield from self._read(tensor, 0)
-        yield from self._read(parent, 0)
-        cast = self._cast_of(parent, tensor.dtype)
+        cover = self.covers_of(parent)[0]
+        yield from self._read((self.covers_of(tensor)[0], cover))
+        cast = self._cast_of(cover, tensor.dtype)
         if cast is None:
-            index = self._message(parent, parent, 0, written=False)
-            yield index, parent, 0
+            index = self._message(parent, cover, written=False)
+            yield index, cover
             cast = self._add_twin(index, tensor)
         self.derived.append((cast, tensor.key, parent.key))
 
-    def _cast_of(self, parent: Tensor, dtype: DType) -> int | None:
+    def _cast_of(self, parent: Cover, dtype: DType) -> int | None:
         """A message with that cast of a parent, of copies that are made anyway."""
-        for index in self._readings[parent.key, 0]:
+        for index in self._readings[parent]:
             message = self.messages[index]
             if message.dtype == dtype:
                 return index
             if message.twin < 0:
-                return self._add_twin(index, replace(parent, dtype=dtype))
+                return self._add_twin(index, replace(parent.tensor, dtype=dtype))
             if self.messages[message.twin].dtype == dtype:
                 return message.twin
         return None
@@ -369,26 +311,10 @@ class Join:
 
     def _same(self) -> list[tuple[TensorKey, list[int]]]:
         found: dict[TensorKey, list[int]] = {}
-        for (key, _), messages in self._readings.items():
-            found.setdefault(key, []).extend(messages)
+        for cover, messages in self._readings.items():
+            found.setdefault(cover.tensor.key, []).extend(messages)
         return list(found.items())
 
 
 def _whole(box: Box | None, shape: Shape) -> Box:
     return Box.whole(shape) if box is None else box
-
-
-def _frame(box: Box | None, shape: Shape) -> tuple[int, int, int] | None:
-    """How a box's elements lie in its tensor: first, row and pitch of :class:`Sources`.
-
-    ``None`` if its rows don't stand at one distance.
-    """
-    if box is None:
-        return 0, ENDLESS, 0
-    first, sizes = box.offset_in(shape), box.shape
-    if box.contiguous_in(shape):
-        return first, ENDLESS, 0
-    cut = max(d for d in range(len(shape)) if sizes[d] != shape[d])
-    row, pitch = max(1, math.prod(sizes[cut:])), math.prod(shape[cut:])
-    outer = Box(box.start[:cut], box.stop[:cut])
-    return (first, row, pitch) if outer.contiguous_in(shape[:cut]) else None

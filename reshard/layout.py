@@ -59,7 +59,7 @@ class Entry:
     box: Box | None = None
 
     def __post_init__(self) -> None:
-        assert all(n >= 0 for n in self.shape), self
+        assert min(self.shape, default=0) >= 0, self
         assert self.box is None or self.box.within(self.shape), self
 
     @property
@@ -95,7 +95,8 @@ class FlatSpace:
     coords
         Where on the mesh the space stands: axis to index, for axes other than ``shard``.
     group
-        The parameter group that it belongs to, if it belongs to one.
+        The parameter group that it belongs to, if it belongs to one; a tuple names one for each
+        entry.
     shard_start, shard_step
         Shard k of the space is index ``shard_start + k * shard_step`` of the mesh's shard axis
         (expert-parallel groups take every n-th rank).
@@ -106,7 +107,7 @@ class FlatSpace:
     partition: Partition
     states: Mapping[str, DType]
     coords: Mapping[str, int] = field(default_factory=dict)
-    group: int | None = None
+    group: int | tuple[int, ...] | None = None
     shard_start: int = 0
     shard_step: int = 1
     ruler: Ruler = field(init=False, repr=False)
@@ -114,8 +115,10 @@ class FlatSpace:
     def __post_init__(self) -> None:
         assert self.states, self.name
         assert set(self.coords) <= set(AXES), self.coords
-        numel = ints([e.numel for e in self.entries])
-        rows = ints([e.local_shape[0] if e.local_shape else 1 for e in self.entries])
+        assert not isinstance(self.group, tuple) or len(self.group) == len(self.entries), self.name
+        shapes = [e.local_shape for e in self.entries]
+        numel = ints([math.prod(shape) for shape in shapes])
+        rows = ints([shape[0] if shape else 1 for shape in shapes])
         object.__setattr__(self, "ruler", self.partition.ruler(numel, rows))
 
     @property
@@ -127,6 +130,17 @@ class FlatSpace:
     def numel(self) -> int:
         """Elements of all entries, without padding."""
         return int(self.ruler.numel.sum())
+
+    def in_groups(self) -> dict[int, tuple[Entry, ...]]:
+        """Its entries by parameter group; empty if it belongs to none."""
+        if self.group is None:
+            return {}
+        if isinstance(self.group, int):
+            return {self.group: self.entries}
+        found: dict[int, list[Entry]] = {}
+        for group, entry in zip(self.group, self.entries, strict=True):
+            found.setdefault(group, []).append(entry)
+        return {group: tuple(entries) for group, entries in found.items()}
 
     def rank(self, shard: int) -> int:
         """The index on the mesh's shard axis that holds the shard."""

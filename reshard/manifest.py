@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from reshard.box import Shape
+from reshard.collector import collector_paused
 from reshard.dtypes import DType
 from reshard.errors import InconsistentError
 from reshard.layout import Entry, FlatSpace, Layout, TensorKey, key_text
 from reshard.store import File, Regions, Store
+
+Place = tuple[int, int]
+"""Index of a space and of an entry in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +58,14 @@ class Tensor:
     dtype
         Element type.
     places
-        (space index, entry index) of every entry that holds it or a box of it.
+        Where every entry stands that holds it or a box of it.
     """
 
     name: str
     state: str
     shape: Shape
     dtype: DType
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
 
     @property
     def key(self) -> TensorKey:
@@ -76,7 +80,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self.dtype.nbytes(self.numel)
+        return self.dtype.nbytes(math.prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class Manifest:
     notes: tuple[Note, ...] = ()
 
     @cached_property
+    @collector_paused()
     def tensors(self) -> dict[TensorKey, Tensor]:
         """Every tensor by its key, in the order of the spaces.
 
@@ -153,16 +158,28 @@ class Manifest:
             If two entries of one tensor disagree on its shape or element type.
         """
         found: dict[TensorKey, Tensor] = {}
+        others: dict[TensorKey, list[Place]] = {}
         for space_index, space in enumerate(self.layout.spaces):
+            places = [((space_index, i),) for i in range(len(space.entries))]
             for state, dtype in space.states.items():
-                for entry_index, entry in enumerate(space.entries):
+                for entry, place in zip(space.entries, places, strict=True):
                     key = (entry.name, state)
-                    place = (space_index, entry_index)
                     seen = found.get(key)
                     if seen is None:
-                        found[key] = Tensor(entry.name, state, entry.shape, dtype, (place,))
+                        found[key] = Tensor(entry.name, state, entry.shape, dtype, place)
                     else:
-                        found[key] = _joined(seen, entry, dtype, place, self.root)
+                        self._check_same(seen, entry, dtype)
+                        others.setdefault(key, []).extend(place)
+        for key, more in others.items():
+            found[key] = replace(found[key], places=(*found[key].places, *more))
+        return found
+
+    @cached_property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the tensors of each state, one replica of each."""
+        found: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            found[tensor.state] = found.get(tensor.state, 0) + tensor.nbytes
         return found
 
     @property
@@ -179,12 +196,10 @@ class Manifest:
         """A space by its index."""
         return self.layout.spaces[index]
 
-
-def _joined(seen: Tensor, entry: Entry, dtype: DType, place: tuple[int, int], root: Path) -> Tensor:
-    if seen.shape != entry.shape or seen.dtype != dtype:
-        raise InconsistentError(
-            f"{key_text(seen.key)} is {seen.dtype} {list(seen.shape)} in one place and "
-            f"{dtype} {list(entry.shape)} in another",
-            where=root,
-        )
-    return Tensor(seen.name, seen.state, seen.shape, seen.dtype, (*seen.places, place))
+    def _check_same(self, seen: Tensor, entry: Entry, dtype: DType) -> None:
+        if seen.shape != entry.shape or seen.dtype != dtype:
+            raise InconsistentError(
+                f"{key_text(seen.key)} is {seen.dtype} {list(seen.shape)} in one place and "
+                f"{dtype} {list(entry.shape)} in another",
+                where=self.root,
+            )

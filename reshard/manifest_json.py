@@ -67,7 +67,7 @@ def _space_to_json(
     if space.coords:
         data["coords"] = dict(space.coords)
     if space.group is not None:
-        data["group"] = space.group
+        data["group"] = list(space.group) if isinstance(space.group, tuple) else space.group
     if (space.shard_start, space.shard_step) != (0, 1):
         data["shards"] = [space.shard_start, space.shard_step]
     return data
@@ -88,13 +88,14 @@ def _space_from_json(
         Entry(names[row], shapes[row], boxes.get(i)) for i, row in enumerate(data["entries"])
     )
     start, step = data.get("shards", (0, 1))
+    group = data.get("group")
     return FlatSpace(
         name=data["name"],
         entries=entries,
         partition=partition(data["partition"]),
         states={s: dtype(d) for s, d in data["states"].items()},
         coords=dict(data.get("coords", {})),
-        group=data.get("group"),
+        group=tuple(group) if isinstance(group, list) else group,
         shard_start=start,
         shard_step=step,
     )

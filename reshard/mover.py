@@ -1,9 +1,9 @@
 """How does one worker move the bytes of a batch?
 
-Contiguous bytes go from the page cache of the source straight into the target (mapped source,
-``pwritev``), so that nothing of the payload is held in memory. Casts, strided blocks and sources
-on network file systems pass through a small buffer that is used again. Checksums are taken while
-the bytes are in the processor's cache (:mod:`reshard.tally`).
+Long runs are read into a buffer that is used again and stays in the processor's cache; they are
+summed and written from there. Short runs are gathered: slices of the mapped source, many to one
+``pwritev``. Casts, strided blocks and sources on network file systems pass through small buffers
+too. Checksums are taken while the bytes are in the cache (:mod:`reshard.tally`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from reshard.errors import RequestError
 from reshard.layout import key_text
 from reshard.plan import Plan
 from reshard.ruler import Ints, ints
-from reshard.source import Fetcher, Mapped, SourceFiles
+from reshard.source import Fetcher, Mapped, Read, SourceFiles
 from reshard.tally import Digested, Tally
 from reshard.targets import TargetFiles
+
+LONG = 128 << 10
+"""Bytes from which a run is long: reading it then costs less than mapping its pages."""
 
 PARTS = 512
 """Pieces of memory that are written by one call; Linux takes 1024."""
@@ -63,6 +66,8 @@ class Mover:
         self._fetcher = fetcher
         # strided elements are scattered: only mapped memory finds them without reading all
         self._mapped = Mapped(files)
+        # two threads that map and unmap the same memory hold each other up: long runs are read
+        self._reader = fetcher if isinstance(fetcher, Read) else Read(files, step)
         self._step = step
         self._twin = ints([m.twin for m in plan.messages])
         self._scratch: NDArray[np.uint8] | None = None
@@ -110,10 +115,12 @@ class Mover:
         second: list[int] = []
         twins: list[int] = []
         gather = _Gather(partial(self._write, batch), self._fetcher, step)
+        longest = min(LONG, step)
         columns = (runs.file, runs.source, runs.target, nbytes, runs.message)
         for file, source, target, size, message in zip(*(c.tolist() for c in columns), strict=True):
-            if size > step or kind is not None:
-                crcs = self._copy_long(gather, batch, kind, (file, source, target, size, message))
+            if size > longest or kind is not None:
+                gather.flush()
+                crcs = self._copy_long(batch, kind, (file, source, target, size, message))
                 first.append(crcs[0])
                 second.append(crcs[1])
                 twins.append(crcs[2])
@@ -131,32 +138,30 @@ class Mover:
             unused = np.zeros(0, np.uint64)
             twin = Digested(runs.count * kind.itemsize, np.array(twins, np.uint64), unused)
         self.tally.add(batch.target_file, runs, found, found, twin)
-        self._release(runs, nbytes)
+        short = np.flatnonzero(nbytes <= longest)
+        if kind is None and len(short):
+            self._release(runs.take(short), nbytes[short])
 
     def _copy_long(
-        self,
-        gather: _Gather,
-        batch: Batch,
-        kind: DType | None,
-        run: tuple[int, int, int, int, int],
+        self, batch: Batch, kind: DType | None, run: tuple[int, int, int, int, int]
     ) -> tuple[int, int, int]:
         """Copy a run by steps: its CRC-64, its CRC-32, and the CRC-64 of its cast."""
         file, source, target, size, message = run
         first = second = twin = 0
-        step = self._step
+        step, reader = self._step, self._reader
         if kind is not None:  # both of what is read and of what it is cast to: at most a step
             width = batch.source_dtype.itemsize
             step = step // max(width, kind.itemsize) * width
         for at in range(0, size, step):
             part = min(step, size - at)
-            gather.make_room(target + at, part)
-            view = self._fetcher.fetch(file, source + at, part)
+            view = reader.fetch(file, source + at, part)
             first = CRC64NVME.of(view, first)
             if self.tally.need32:
                 second = CRC32.of(view, second)
             if kind is not None:
                 twin = CRC64NVME.of(self._cast(batch, view, kind, message), twin)
-            gather.add(view, part)
+            self._write(batch, [view], target + at)
+            reader.reset()
         return first, second, twin
 
     def _release(self, runs: Runs, nbytes: Ints) -> None:

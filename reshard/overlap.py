@@ -1,9 +1,8 @@
-"""Which bytes of the source hold a run of a box?
+"""Which bytes of the source hold a run of a box, where the source is cut in other boxes?
 
-Where the source has an entry with the same box, runs are cut by its shards and chunks, whole
-columns at once (:meth:`Overlap.direct`). Otherwise the run is cut into boxes, these are
-intersected with the source's boxes, and each row of what they share is a copy
-(:meth:`Overlap.searched`).
+The run is cut into boxes, these are intersected with the source's boxes, and each row of what
+they share is a copy (a block, where the source has strides). Where the source has an entry with
+the very same box, :mod:`reshard.crossing` has a shorter way.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import numpy as np
 
 from reshard.box import Box, Shape, strides_of
 from reshard.copies import Block, Runs, nbytes_of
+from reshard.crossing import bytes_at, located
 from reshard.dtypes import DType
-from reshard.join import Cover, Join, Place, Sources
-from reshard.manifest import Manifest
-from reshard.ruler import ALL, Ints, Pieces, Rows, cut_at, ints, pick, pick_again
-from reshard.store import EntryStore
+from reshard.frames import Cover
+from reshard.manifest import Manifest, Place
+from reshard.ruler import Ints, ints, pick
+from reshard.store import EntryStore, Store
 
 ROWS = 32768
 """About how many copies are made at a time: a few megabytes of columns."""
@@ -80,101 +80,18 @@ class _Common:
     place: Place
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Located:
-    """Where runs of source entries lie, in pieces that are contiguous in a file.
-
-    Parameters
-    ----------
-    dtype
-        The source's element type.
-    query
-        The run that each piece is of.
-    start, count
-        Its first element in the entry, and its length.
-    file, byte
-        Where it lies.
-    """
-
-    dtype: DType
-    query: Rows
-    start: Ints
-    count: Ints
-    file: Ints
-    byte: Ints
-
-
 class Overlap:
-    """Finds bytes of a source manifest.
+    """Finds bytes of a source.
 
     Parameters
     ----------
-    join
-        What comes from where.
+    source
+        Its manifest.
     """
 
-    def __init__(self, join: Join) -> None:
-        self.source: Manifest = join.source
-        self.stores = join.stores
+    def __init__(self, source: Manifest) -> None:
+        self.source = source
         self._corners: dict[tuple[str, Place], tuple[Ints, Ints]] = {}
-
-    # -- the same boxes on both sides ---------------------------------------------------------
-
-    def direct(
-        self, store: int, sources: Sources, dtype: DType, pieces: Pieces, target: Ints
-    ) -> Runs:
-        """Copies of pieces of boxes which the source has, too.
-
-        Parameters
-        ----------
-        store
-            Index of the source's store, the same for all pieces.
-        sources
-            Where the boxes come from.
-        dtype
-            The target's element type.
-        pieces
-            Pieces of those boxes.
-        target
-            The byte in the target file at which each piece begins.
-        """
-        found = self._located(
-            *self.stores[store], pick(sources.entry, pieces.entry), pieces.start, pieces.count
-        )
-        query, start = found.query, found.start
-        entry = pick(pieces.entry, query)
-        runs = Runs(
-            file=found.file,
-            source=found.byte,
-            target=pick(target, query) + nbytes_of(dtype, start - pick(pieces.start, query)),
-            count=found.count,
-            message=pick(sources.message, entry),
-            at=pick(sources.first, entry) + start,
-        )
-        if sources.even:
-            return replace(runs, at=nbytes_of(dtype, runs.at))
-        return _cut_rows(runs, start, sources, entry, found.dtype, dtype)
-
-    def _located(self, index: int, state: str, entry: Ints, start: Ints, count: Ints) -> _Located:
-        """Where runs of source entries lie."""
-        space = self.source.space(index)
-        store = self.source.stores[space.name, state]
-        dtype = space.states[state]
-        if isinstance(store, EntryStore):
-            byte = pick(store.offsets, entry) + nbytes_of(dtype, start)
-            return _Located(dtype, ALL, start, count, pick(store.files, entry), byte)
-        query, pieces = space.ruler.locate(entry, start, count)
-        cut = store.split(pieces)
-        return _Located(
-            dtype,
-            query=pick_again(query, cut.query),
-            start=pick(pieces.start, cut.query) + cut.moved,
-            count=cut.count,
-            file=pick(store.files, cut.multiple),
-            byte=pick(store.offsets, cut.multiple) + nbytes_of(dtype, cut.within),
-        )
-
-    # -- boxes that are cut in another way ----------------------------------------------------
 
     def searched(self, cover: Cover, wanted: Wanted) -> Iterator[Runs | Block]:
         """Copies of a run of a box out of a cover whose boxes are other ones."""
@@ -221,7 +138,7 @@ class Overlap:
         store = self._store(cover, place)
         return store.strides_of(place[1]) if isinstance(store, EntryStore) else None
 
-    def _store(self, cover: Cover, place: Place) -> object:
+    def _store(self, cover: Cover, place: Place) -> Store:
         return self.source.stores[self.source.space(place[0]).name, cover.tensor.state]
 
     def _inner(self, cover: Cover, common: _Common) -> int:
@@ -241,15 +158,16 @@ class Overlap:
             _row_starts(common.box, inner, f.start, strides_of(f.shape)) for f in frames
         )
         count = np.full(len(source), math.prod(common.box.shape[inner:]), np.int64)
-        entries = np.full_like(source, entry)
-        found = self._located(space, cover.tensor.state, entries, source, count)
-        query, moved = found.query, found.start - pick(source, found.query)
+        entries, store = np.full_like(source, entry), self._store(cover, common.place)
+        found = located(self.source.space(space), store, entries, source, count)
+        query, moved = found.query, found.moved
+        file, byte = bytes_at(store, cover.tensor.dtype, found.extent, found.within)
         return Runs(
-            file=found.file,
-            source=found.byte,
+            file=file,
+            source=byte,
             target=common.target + nbytes_of(wanted.dtype, pick(target, query) + moved),
             count=found.count,
-            message=np.full_like(found.file, wanted.message),
+            message=np.full_like(file, wanted.message),
             at=nbytes_of(wanted.dtype, pick(at, query) + moved),
         )
 
@@ -280,22 +198,6 @@ class Overlap:
                 at=wanted.dtype.nbytes(at),
                 steps=tuple(wanted.dtype.nbytes(s) for s in steps[inner:]),
             )
-
-
-def _cut_rows(
-    runs: Runs, start: Ints, sources: Sources, entry: Ints, source: DType, target: DType
-) -> Runs:
-    """Cut runs of boxes where the boxes' rows end; ``at`` and ``start`` count elements."""
-    cut = cut_at(start, runs.count, pick(sources.row, entry))
-    runs, entry = runs.take(cut.query), pick(entry, cut.query)
-    gap = pick(sources.pitch - sources.row, entry)
-    return replace(
-        runs,
-        source=runs.source + nbytes_of(source, cut.moved),
-        target=runs.target + nbytes_of(target, cut.moved),
-        count=cut.count,
-        at=nbytes_of(target, runs.at + cut.moved + cut.multiple * gap),
-    )
 
 
 def _inner(frames: list[Shape], common: Shape) -> int:

@@ -2,8 +2,9 @@
 
 A :class:`Plan` joins a source and a target manifest (:mod:`reshard.join`). It is lazy:
 :meth:`Plan.batches` makes the copies of one target file a bounded number at a time, in closed
-form and whole columns at once (:mod:`reshard.overlap`), so that a plan of ten thousand tensors
-over thousands of ranks is never held in memory.
+form and whole columns at once (:mod:`reshard.crossing`), so that a plan of ten thousand tensors
+over thousands of ranks is never held in memory. What the states of a space have in common is
+found once, where their files are asked for in the order of :attr:`Plan.files`.
 
 Besides copies that are written there are **proofs**, read and digested only: replicas that are
 not written again, and 16-bit weights that the target leaves out because its masters give them.
@@ -11,31 +12,62 @@ not written again, and 16-bit weights that the target leaves out because its mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.box import Box
+from reshard.collector import collector_paused
 from reshard.copies import PROOF, Batch, Block, Message, Runs, nbytes_of
+from reshard.crossing import Crossing, crossing
 from reshard.dtypes import DType
-from reshard.join import Join, Sources
+from reshard.frames import Frames, Sources
+from reshard.join import Join
 from reshard.layout import FlatSpace, TensorKey
 from reshard.manifest import Manifest
 from reshard.overlap import ROWS, Overlap, Wanted
-from reshard.ruler import ALL, Ints, Pieces, cut_at, pick, slices
-from reshard.store import ShardStore
+from reshard.parts import Parts
+from reshard.recent import Recent
+from reshard.ruler import Ints, Pieces, cut_at, ints, pick, slices
+from reshard.store import EntryStore, ShardStore, Store
 
 __all__ = ["PROOF", "Batch", "Block", "Message", "Plan", "Runs"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """The rows of one store (chunks or entries) that lie in one target file."""
+NO_GAPS = ints([]), ints([])
 
-    space: int
-    state: str
-    rows: Ints
+KEPT = 4
+"""How many of the things that states share are kept until the next state asks for them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Goal:
+    """One state of a space of the target."""
+
+    number: int
+    space: FlatSpace
+    dtype: DType
+    store: Store
+    sources: Sources
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shard:
+    """What a chunk of a target's shard holds, whatever the state, in elements.
+
+    Parameters
+    ----------
+    portions
+        Pieces that lie in one group of the frames, few enough for a batch.
+    gaps
+        (first element, elements) of padding.
+    """
+
+    portions: tuple[tuple[int, Pieces], ...]
+    gaps: tuple[Ints, Ints]
 
 
 class Plan:
@@ -69,6 +101,7 @@ class Plan:
         If a tensor has a hole.
     """
 
+    @collector_paused()
     def __init__(
         self,
         source: Manifest,
@@ -91,13 +124,26 @@ class Plan:
             proofs=proofs,
             replicas=replicas,
         )
-        self._overlap = Overlap(self.join)
-        self._parts = self._parts_of_files()
+        self._overlap = Overlap(source)
+        self._recent = Recent(KEPT)
+        self._goals = [
+            _Goal(
+                index,
+                space,
+                dtype,
+                target.stores[space.name, state],
+                self.join.sources[index, state],
+            )
+            for index, space in enumerate(target.layout.spaces)
+            for state, dtype in space.states.items()
+        ]
+        self._parts = Parts([goal.store for goal in self._goals])
 
-    @property
-    def files(self) -> range:
-        """Indices of the target's files."""
-        return range(len(self.target.files))
+    @cached_property
+    def files(self) -> Sequence[int]:
+        """Indices of the target's files, those of the states of one shard after each other."""
+        spaces = [goal.number for goal in self._goals]
+        return self._parts.ordered(spaces, len(self.target.files))
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -126,19 +172,13 @@ class Plan:
         file
             Index of the target file.
         """
-        for part in self._parts[file]:
-            space = self.target.space(part.space)
-            store = self.target.stores[space.name, part.state]
-            sources = self.join.sources[part.space, part.state]
-            dtype = space.states[part.state]
-            if isinstance(store, ShardStore):
-                for chunk in part.rows.tolist():
-                    yield from self._chunk(file, space, store, dtype, sources, chunk)
+        for number, rows in self._parts.of(file):
+            goal = self._goals[number]
+            if isinstance(goal.store, ShardStore):
+                for chunk in rows.tolist():
+                    yield from self._chunk(file, goal, goal.store, chunk)
             else:
-                rows = part.rows[space.ruler.numel[part.rows] > 0]
-                rows = rows[np.argsort(store.offsets[rows], kind="stable")]
-                pieces = _whole(rows, space.ruler.numel[rows])
-                yield from self._copies(file, sources, dtype, pieces, store.offsets[rows])
+                yield from self._entries(file, goal, goal.store, rows)
 
     def proofs(self) -> Iterator[Batch]:
         """Copies that are read and digested only (their target file is :data:`PROOF`)."""
@@ -152,72 +192,60 @@ class Plan:
             ]
             numel = np.array([sources.covers[row].tensor.numel for row in rows], np.int64)
             pieces = _whole(np.array(rows, np.int64), numel)
-            yield from self._copies(PROOF, sources, dtype, pieces, np.zeros_like(numel))
+            for portion in _portions(sources.frames, pieces):
+                yield from self._copies(PROOF, sources, dtype, portion, 0)
 
     # -- cutting the target -------------------------------------------------------------------
 
-    def _parts_of_files(self) -> list[list[_Part]]:
-        parts: list[list[_Part]] = [[] for _ in self.target.files]
-        for index, space in enumerate(self.target.layout.spaces):
-            for state in space.states:
-                store = self.target.stores[space.name, state]
-                assert isinstance(store, ShardStore) or store.strides is None, space.name
-                order = np.argsort(store.files, kind="stable")
-                for rows in slices(store.files[order], 1):
-                    file = int(store.files[order[rows.start]])
-                    parts[file].append(_Part(index, state, order[rows]))
-        return parts
-
-    def _chunk(
-        self,
-        file: int,
-        space: FlatSpace,
-        store: ShardStore,
-        dtype: DType,
-        sources: Sources,
-        chunk: int,
-    ) -> Iterator[Batch]:
-        shard, within = divmod(chunk, store.chunks_per_shard)
-        low, offset = within * store.chunk, int(store.offsets[chunk])
-        pieces = space.ruler.shard(shard)
-        if store.chunks_per_shard > 1:
-            pieces = _clip(pieces, low, low + store.chunk)
-        local = pieces.local - low
-        begin, count = _between(local, pieces.count, store.chunk)
+    def _chunk(self, file: int, goal: _Goal, store: ShardStore, chunk: int) -> Iterator[Batch]:
+        frames, dtype = goal.sources.frames, goal.dtype
+        key = (goal.number, frames, store.part, store.chunk, chunk)
+        shard = self._recent.get(key, lambda: _shard(goal.space, frames, store, chunk))
+        offset = int(store.offsets[chunk])
+        begin, count = shard.gaps
         if len(begin):
             gaps = (offset + nbytes_of(dtype, begin), nbytes_of(dtype, count))
             yield Batch(file, dtype, dtype, gaps=gaps)
-        yield from self._copies(file, sources, dtype, pieces, offset + nbytes_of(dtype, local))
+        for number, portion in enumerate(shard.portions):
+            yield from self._copies(file, goal.sources, dtype, portion, offset, (*key, number))
+
+    def _entries(self, file: int, goal: _Goal, store: EntryStore, rows: Ints) -> Iterator[Batch]:
+        numel = goal.space.ruler.numel
+        rows = rows[numel[rows] > 0]
+        rows = rows[np.argsort(store.offsets[rows], kind="stable")]
+        for portion in _portions(goal.sources.frames, _whole(rows, numel[rows])):
+            yield from self._copies(file, goal.sources, goal.dtype, portion, store.offsets)
 
     # -- finding the source's bytes -----------------------------------------------------------
 
     def _copies(
-        self, file: int, sources: Sources, dtype: DType, pieces: Pieces, target: Ints
-    ) -> Iterator[Batch]:
-        only = sources.distinct[0] if len(sources.distinct) == 1 else None
-        stores = pick(sources.store, pieces.entry) if only is None else None
-        for store in sources.distinct:
-            rows = ALL if stores is None else np.flatnonzero(stores == store)
-            some, places = pieces.take(rows), pick(target, rows)
-            if store < 0:
-                yield from self._searched(file, sources, dtype, some, places)
-            else:
-                yield from self._direct(file, store, sources, dtype, some, places)
-
-    def _direct(
         self,
         file: int,
-        store: int,
         sources: Sources,
         dtype: DType,
-        pieces: Pieces,
-        target: Ints,
+        portion: tuple[int, Pieces],
+        base: Ints | int,
+        key: Hashable = None,
     ) -> Iterator[Batch]:
-        index, state = self.join.stores[store]
-        source_dtype = self.source.space(index).states[state]
-        for some, places in _portions(sources, dtype, pieces, target):
-            runs = self._overlap.direct(store, sources, dtype, some, places)
-            yield Batch(file, source_dtype, dtype, runs)
+        """Copies of some pieces; they begin at ``base``, or at one base an entry.
+
+        Under ``key`` is kept what doesn't depend on the state.
+        """
+        group, pieces = portion
+        if group < 0:
+            begin = base if isinstance(base, int) else pick(base, pieces.entry)
+            target = begin + nbytes_of(dtype, pieces.local)
+            yield from self._searched(file, sources, dtype, pieces, target)
+            return
+
+        def cross() -> Crossing:
+            return crossing(self.source, sources.frames, group, pieces)
+
+        found = cross() if key is None else self._recent.get(key, cross)
+        index, state = sources.stores[group]
+        space = self.source.space(index)
+        kind, store = space.states[state], self.source.stores[space.name, state]
+        yield Batch(file, kind, dtype, found.runs(kind, dtype, store, sources.message, base))
 
     def _searched(
         self, file: int, sources: Sources, dtype: DType, pieces: Pieces, target: Ints
@@ -236,26 +264,43 @@ class Plan:
         yield from (some.batch() for some in waiting.values() if some.size)
 
 
-def _portions(
-    sources: Sources, dtype: DType, pieces: Pieces, target: Ints
-) -> Iterator[tuple[Pieces, Ints]]:
-    """So much of some pieces at a time that its copies fill a batch."""
-    density = pick(sources.density, pieces.entry)
-    most = pieces.count * density + 2
-    if most.sum() <= ROWS:
-        yield pieces, target
+def _shard(space: FlatSpace, frames: Frames, store: ShardStore, chunk: int) -> _Shard:
+    shard, within = divmod(chunk, store.chunks_per_shard)
+    pieces = space.ruler.shard(shard)
+    if store.chunks_per_shard > 1:
+        pieces = _clip(pieces, within * store.chunk, store.chunk)
+    gaps = _between(pieces.local, pieces.count, store.chunk)
+    return _Shard(tuple(_portions(frames, pieces)), gaps)
+
+
+def _portions(frames: Frames, pieces: Pieces) -> Iterator[tuple[int, Pieces]]:
+    """Pieces by group, and so much of them at a time that their copies fill a batch."""
+    for group in frames.groups:
+        some = pieces
+        if len(frames.groups) > 1:
+            some = pieces.take(np.flatnonzero(pick(frames.group, pieces.entry) == group))
+        if group < 0:
+            yield group, some
+        elif len(some):
+            for part in _bounded(some, pick(frames.density, some.entry)):
+                yield group, part
+
+
+def _bounded(pieces: Pieces, density: NDArray[np.float64]) -> Iterator[Pieces]:
+    if pieces.count @ density + 2 * len(pieces) <= ROWS:
+        yield pieces
         return
+    most = pieces.count * density + 2
     if most.max() > ROWS:
         # whole bytes of any element type are left
         size = np.maximum(ROWS / np.maximum(density, 1e-18), 8).astype(np.int64) // 8 * 8
         cut = cut_at(np.zeros_like(pieces.count), pieces.count, size)
         some = pieces.take(cut.query)
-        target = pick(target, cut.query) + nbytes_of(dtype, cut.moved)
         start, local = some.start + cut.moved, some.local + cut.moved
         pieces = Pieces(some.entry, start, cut.count, some.shard, local)
         most = cut.count * pick(density, cut.query) + 2
     for rows in slices(np.cumsum(most).astype(np.int64), ROWS):
-        yield pieces.take(rows), target[rows]
+        yield pieces.take(rows)
 
 
 class _Waiting:
@@ -291,20 +336,22 @@ def _whole(entry: Ints, numel: Ints) -> Pieces:
     return Pieces(entry, zero, numel, zero, zero)
 
 
-def _clip(pieces: Pieces, low: int, high: int) -> Pieces:
-    """The pieces, cut to local elements ``[low, high)``."""
+def _clip(pieces: Pieces, low: int, size: int) -> Pieces:
+    """The pieces' local elements ``[low, low + size)``, counted from ``low``."""
     start = np.maximum(pieces.local, low)
-    stop = np.minimum(pieces.local + pieces.count, high)
+    stop = np.minimum(pieces.local + pieces.count, low + size)
     keep = np.flatnonzero(stop > start)
     moved = (start - pieces.local)[keep]
     some = pieces.take(keep)
     return Pieces(
-        some.entry, some.start + moved, (stop - start)[keep], some.shard, some.local + moved
+        some.entry, some.start + moved, (stop - start)[keep], some.shard, some.local + moved - low
     )
 
 
 def _between(local: Ints, count: Ints, length: int) -> tuple[Ints, Ints]:
     """What lies between pieces and after the last, up to ``length``: (first element, elements)."""
+    if int(count.sum()) == length:
+        return NO_GAPS
     begin, end = np.append(0, local + count), np.append(local, length)
     keep = np.flatnonzero(end > begin)
     return begin[keep], (end - begin)[keep]

@@ -162,8 +162,7 @@ class LayoutChecks(Checks):
         if "coords" in data:
             self.coords(data["coords"], f"{place}/coords")
         if "group" in data:
-            count = LARGEST_AXIS if self.groups is None else self.groups
-            self.integer(data["group"], f"{place}/group", 0, count)
+            self.group(data["group"], f"{place}/group", space)
         if "partition" in data:
             space.partition = self.partition(data["partition"], space)
         self.shards(data.get("shards", [0, 1]), f"{place}/shards", space.partition)
@@ -253,6 +252,18 @@ class LayoutChecks(Checks):
                 self.integer(index, inner, 0, LARGEST_AXIS)
             else:
                 self.integer(index, inner, 0, self.mesh.get(axis, 1))
+
+    def group(self, value: object, place: str, space: Space) -> None:
+        """The parameter group of a space, or one for each of its entries."""
+        count = LARGEST_AXIS if self.groups is None else self.groups
+        if not isinstance(value, list):
+            self.integer(value, place, 0, count)
+            return
+        if space.rows is not None and len(value) != len(space.rows):
+            self.add(place, f"has {len(value)} groups; the space has {len(space.rows)} entries")
+        if value and not (_are_sizes(value) and max(value) < count):
+            for i, group in enumerate(value):
+                self.integer(group, f"{place}/{i}", 0, count)
 
     def partition(self, value: object, space: Space) -> Partition | None:
         """How a space is cut."""

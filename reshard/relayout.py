@@ -60,20 +60,21 @@ def joined_groups(layout: Layout, experts: int = 1, kept: int = 1) -> list[Joine
     """
     found: dict[tuple[int, tuple[tuple[str, int], ...]], Joined] = {}
     for space in layout.spaces:
-        if space.group is None or space.coords.get("replicate", 0):
+        if space.coords.get("replicate", 0):
             continue
         coords = dict(space.coords)
         if "expert" in coords:
             coords["expert"] = coords["expert"] * kept // experts
-        key = (space.group, tuple(sorted(coords.items())))
-        if key not in found:
-            found[key] = Joined(space.group, coords, dict(space.states))
-        elif found[key].states != dict(space.states):
-            raise InconsistentError(
-                f"parts of parameter group {space.group} hold different states: "
-                f"{_states(found[key].states)} and {_states(space.states)}"
-            )
-        found[key].entries.extend(space.entries)
+        for group, entries in space.in_groups().items():
+            key = (group, tuple(sorted(coords.items())))
+            if key not in found:
+                found[key] = Joined(group, coords, dict(space.states))
+            elif found[key].states != dict(space.states):
+                raise InconsistentError(
+                    f"parts of parameter group {group} hold different states: "
+                    f"{_states(found[key].states)} and {_states(space.states)}"
+                )
+            found[key].entries.extend(entries)
     return list(found.values())
 
 

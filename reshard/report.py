@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.commit import Staging
 from reshard.execute import LEAST_MEMORY, Options
 from reshard.format import Draft
 from reshard.layout import FlatSpace, Layout
@@ -74,11 +75,14 @@ class Report:
     peak_memory
         A bound on anonymous memory over what the imports take, in bytes.
     disk_needed, disk_free
-        Bytes of the target, and free where it will stand.
+        Bytes of the target, and free where it will stand; what an earlier run has left there is
+        used or removed, so it counts as free.
     notes
         What the reader wants to say.
     done
         Whether it has been done; the rest is set only then.
+    moved_bytes, resumed_bytes
+        Bytes that were moved, and bytes that an earlier run had moved.
     """
 
     source: Side
@@ -97,6 +101,7 @@ class Report:
     done: bool = False
     seconds: float | None = None
     moved_bytes: int | None = None
+    resumed_bytes: int | None = None
     regions_checked: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -126,10 +131,10 @@ def report(plan: Plan, draft: Draft, target: Path, options: Options) -> Report:
 
 
 def free_space(target: Path) -> int | None:
-    """Bytes free where a target would be written."""
+    """Bytes free where a target would be written, those that leftovers of one take included."""
     for folder in (target, *target.absolute().parents):
         if folder.exists():
-            return shutil.disk_usage(folder).free
+            return shutil.disk_usage(folder).free + Staging(target, single_file=False).occupied()
     return None
 
 
@@ -143,7 +148,7 @@ def side(manifest: Manifest) -> Side:
         stage=layout.stage,
         mesh=dict(layout.mesh),
         tensors=len(manifest.tensors),
-        nbytes=sum(t.nbytes for t in manifest.tensors.values()),
+        nbytes=sum(manifest.nbytes.values()),
         files=len(manifest.files),
         file_bytes=sum(f.nbytes for f in manifest.files),
         rank_bytes=rank_bytes(layout),

@@ -90,7 +90,8 @@ def cut_at(start: Ints, count: Ints, size: Ints | int) -> Cut:
         The number, or one an interval.
     """
     low = start // size
-    within = start - low * size
+    edge = low * size
+    within = start - edge
     beyond = within + count - size
     long = np.flatnonzero(beyond > 0)
     if not len(long):
@@ -98,14 +99,18 @@ def cut_at(start: Ints, count: Ints, size: Ints | int) -> Cut:
     many = np.ones(len(start), np.int64)
     many[long] -= -beyond[long] // (size if isinstance(size, int) else size[long])
     query = np.repeat(np.arange(len(start), dtype=np.int64), many)
-    step = np.arange(len(query), dtype=np.int64) - pick(np.cumsum(many) - many, query)
+    # the pieces of an interval stand at successive multiples
+    multiple = pick(low + many - np.cumsum(many), query)
+    multiple += np.arange(len(query), dtype=np.int64)
     sizes = size if isinstance(size, int) else pick(size, query)
-    # how far the cut before a piece lies behind the interval's beginning
-    behind = pick(within, query) - step * sizes
-    moved = np.maximum(-behind, 0)
-    within = np.maximum(behind, 0)
-    count = np.minimum(pick(count, query) - moved, sizes - within)
-    return Cut(query, pick(low, query) + step, within, moved, count)
+    edge = multiple * sizes
+    first = pick(start, query)
+    begin = np.maximum(first, edge)
+    within = begin - edge
+    edge += sizes
+    end = np.minimum(pick(start + count, query), edge, out=edge)
+    end -= begin
+    return Cut(query, multiple, within, begin - first, end)
 
 
 def slices(filled: Ints, size: int) -> Iterator[slice]:
@@ -200,11 +205,11 @@ class Ruler:
             begin, end = np.searchsorted(self.phase[low:high], [begin + 1, end])
             low, high = low + max(int(begin) - 1, 0), low + int(end)
         size, phase = self.size[low:high], self.phase[low:high]
-        k = index - self.first[low:high]
-        cut = k * size - phase
+        # of an entry whose first piece lies on a later shard, the piece here ends before it begins
+        cut = (index - self.first[low:high]) * size - phase
         start = np.maximum(cut, 0)
         stop = np.minimum(cut + size, self.numel[low:high])
-        keep = (k >= 0) & (stop > start)
+        keep = stop > start
         rows: Rows = ALL if keep.all() else np.flatnonzero(keep)
         start, cut = pick(start, rows), pick(cut, rows)
         return Pieces(

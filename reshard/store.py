@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.box import Shape
-from reshard.ruler import Cut, Ints, Pieces, cut_at, ints
+from reshard.ruler import ALL, Cut, Ints, Pieces, cut_at, ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ class ShardStore:
 
     def split(self, pieces: Pieces) -> Cut:
         """Cut pieces where chunks end: ``multiple`` is the chunk, ``within`` an element of it."""
+        if self.chunk == self.part:  # no piece reaches over the end of its shard
+            return Cut(ALL, pieces.shard, pieces.local, np.zeros_like(pieces.local), pieces.count)
         return cut_at(pieces.shard * self.part + pieces.local, pieces.count, self.chunk)
 
 

@@ -8,6 +8,7 @@ can't exist. The rules are those of ``torch._utils._rebuild_tensor_v2`` and ``_v
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -32,6 +33,8 @@ STORAGE_CLASS: Final[Mapping[str, str]] = {
     "complex128": "ComplexDoubleStorage",
 }
 
+#: How torch writes a device.
+DEVICE: Final = re.compile(r"[a-z][a-z0-9_]*(?::[0-9]{1,9})?")
 _MAX_NDIM: Final = 64
 
 
@@ -79,8 +82,9 @@ class Device(str):
     __slots__ = ()
 
 
-def _are(kind: type, *values: object) -> bool:
-    return all(isinstance(value, kind) for value in values)
+def _is(kind: type, value: object) -> bool:
+    """Whether a value that a pickle gave has the type that it should have."""
+    return isinstance(value, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +116,9 @@ class StorageRef:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if not _are(str, self.key, self.device):
+        if not (_is(str, self.key) and _is(str, self.device)):
             raise CorruptError(f"storage {brief(self.key)} on {brief(self.device)}: not text")
-        if not _are(str, self.dtype) or self.dtype not in BY_TORCH:
+        if not _is(str, self.dtype) or self.dtype not in BY_TORCH:
             raise UnsupportedError(f"storage {brief(self.key)} has the dtype {brief(self.dtype)}")
         if type(self.numel) is not int or self.numel < 0:
             raise CorruptError(f"storage {brief(self.key)} has {brief(self.numel)} elements")
@@ -168,9 +172,9 @@ class StoredTensor:
     def __post_init__(self) -> None:
         if not isinstance(self.storage, StorageRef):
             raise CorruptError(f"a tensor lies in {brief(self.storage)}, not in a storage")
-        if not _are(str, self.dtype) or self.dtype not in BY_TORCH:
+        if not _is(str, self.dtype) or self.dtype not in BY_TORCH:
             raise UnsupportedError(f"{self._place} has the dtype {brief(self.dtype)}")
-        if not _are(tuple, self.shape, self.strides):
+        if not (_is(tuple, self.shape) and _is(tuple, self.strides)):
             raise CorruptError(f"the shape or strides of {self._place} aren't tuples")
         if len(self.shape) != len(self.strides):
             raise CorruptError(
@@ -181,7 +185,7 @@ class StoredTensor:
         if type(self.requires_grad) is not bool:
             raise CorruptError(f"requires_grad of {self._place} is {brief(self.requires_grad)}")
         counts = (self.offset, *self.shape, *self.strides)
-        if not all(type(value) is int and value >= 0 for value in counts):
+        if {*map(type, counts)} != {int} or min(counts) < 0:
             raise CorruptError(
                 f"{self._place} has offset, shape and strides"
                 f" {', '.join(map(brief, counts))}: not all are whole numbers from 0"

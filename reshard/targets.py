@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from reshard.errors import TargetError
@@ -28,12 +28,17 @@ class TargetFiles:
         Their paths and sizes.
     sync
         Whether a finished file is flushed to disk.
+    kept
+        Files that are there already and go on to be written.
     """
 
-    def __init__(self, folder: Path, files: Sequence[File], *, sync: bool) -> None:
+    def __init__(
+        self, folder: Path, files: Sequence[File], *, sync: bool, kept: Container[int] = ()
+    ) -> None:
         self._folder = folder
         self._files = files
         self._sync = sync
+        self._kept = kept
         self._lock = threading.Lock()
         self._open: dict[int, Handle] = {}
         self._finished: set[int] = set()
@@ -49,7 +54,8 @@ class TargetFiles:
             assert file not in self._finished, f"file {file} is finished"
             found = self._open.get(file)
             if found is None:
-                fd = make_file(self._path(file), self._files[file].nbytes)
+                keep = file in self._kept
+                fd = make_file(self._path(file), self._files[file].nbytes, keep=keep)
                 found = self._open[file] = Handle(fd)
             return found
 
@@ -84,8 +90,15 @@ class TargetFiles:
             self._open.clear()
 
 
-def make_file(path: Path, nbytes: int) -> int:
+def make_file(path: Path, nbytes: int, *, keep: bool = False) -> int:
     """Make a file of ``nbytes`` zeros, its space reserved where the file system can.
+
+    Parameters
+    ----------
+    path, nbytes
+        Where, and how large.
+    keep
+        Whether what is there already stays.
 
     Returns
     -------
@@ -97,9 +110,13 @@ def make_file(path: Path, nbytes: int) -> int:
     TargetError
         If the disk is full or the file can't be made.
     """
+    flags = os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC) | os.O_CLOEXEC
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            fd = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, flags, 0o666)
     except OSError as error:
         raise target_error(error, path) from error
     try:

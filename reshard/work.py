@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from reshard.copies import PROOF, Batch
 from reshard.plan import Plan
+from reshard.record import Recorder
 
 SHARE = 64 << 20
 """Bytes of one file that a worker takes at a time."""
@@ -19,10 +20,11 @@ SHARE = 64 << 20
 class Work:
     """The batches of one target file, shared by whoever works on it."""
 
-    def __init__(self, plan: Plan, file: int) -> None:
+    def __init__(self, plan: Plan, file: int, recorder: Recorder | None = None) -> None:
         self.file = file
         self._lock = threading.Lock()
-        self._batches = _shares(plan.proofs() if file == PROOF else plan.batches(file))
+        batches = shares(plan, file)
+        self._batches = batches if recorder is None else recorder.shares(file, batches)
         self._open = 0
         self._ended = False
         self._reported = False
@@ -51,8 +53,9 @@ class Work:
             return False
 
 
-def _shares(batches: Iterator[Batch]) -> Iterator[Batch]:
-    for batch in batches:
+def shares(plan: Plan, file: int) -> Iterator[Batch]:
+    """The copies into a target file (or the proofs), as they are handed out."""
+    for batch in plan.proofs() if file == PROOF else plan.batches(file):
         yield from batch.shares(SHARE)
 
 
@@ -65,12 +68,16 @@ class Queue:
         What is to be done.
     finish
         Called with each target file when all of it has been written.
+    recorder
+        Leaves out what needn't be done any more.
     """
 
-    def __init__(self, plan: Plan, finish: Callable[[int], None]) -> None:
+    def __init__(
+        self, plan: Plan, finish: Callable[[int], None], recorder: Recorder | None = None
+    ) -> None:
         self._lock = threading.Lock()
         self._finish_file = finish
-        self._waiting = (Work(plan, file) for file in (*plan.files, PROOF))
+        self._waiting = (Work(plan, file, recorder) for file in (*plan.files, PROOF))
         self._active: list[Work] = []
 
     def next(self, mine: Work | None) -> tuple[Work, Batch] | None:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import random
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from reshard.partition import (
     Rows,
     Whole,
 )
-from reshard.plain import LeftOut, TensorRef
+from reshard.plain import LeftOut, NumpyArray, TensorRef
 from reshard.store import Regions
+from reshard.stored import Device, DTypeName
 
 F32, BF16 = dtype("float32"), dtype("bfloat16")
 ADAM = {"master": F32, "exp_avg": F32, "exp_avg_sq": F32}
@@ -40,6 +42,8 @@ OBJECTS: dict[str, Any] = {
     "client": {"epoch": (1, 2), 3: b"\x00\xff", "$odd": {1, 2}, "none": [None, True, -0.0]},
     "rng": np.arange(5, dtype=np.uint8),
     "ref": TensorRef("a", "client"),
+    "args": Namespace(dtype=DTypeName("bfloat16"), device=Device("cuda:0"), loss=np.float32(0.5)),
+    "history": np.arange(3).view(NumpyArray),
     "scheduler": LeftOut("torch.optim.lr_scheduler.LambdaLR"),
 }
 GROUPS = (
@@ -71,7 +75,7 @@ def everything() -> Layout:
         FlatSpace("param.bfloat16", (a, b), Replicated(4), {"param": BF16}),
         FlatSpace("explicit", halves, Explicit(4, (0, 3, 3)), {"param": F32}),
         FlatSpace("whole", (Entry("c", (2, 2)), Entry("d", (1,))), Whole(4, (2, 0)), {"x": F32}),
-        FlatSpace("rows", (Entry("e", (5, 2)),), Rows(4), {"param": F32}),
+        FlatSpace("rows", (Entry("e", (5, 2)),), Rows(4), {"param": F32}, group=(1,)),
     )
     return Layout(spaces, {"shard": 4, "expert": 2, "pipeline": 3}, 2)
 
@@ -161,7 +165,7 @@ def layouts(draw: st.DrawFn) -> Layout:
                 states={s: type_of.setdefault(s, draw(st.sampled_from(WHOLE_BYTES)))
                         for s in states},
                 coords=draw(st.sampled_from(({}, {"expert": experts - 1}, {"tensor": 1}))),
-                group=draw(st.sampled_from((None, 0, 1))),
+                group=draw(st.sampled_from((None, 0, 1, (1, *[0] * len(entries))[: len(entries)]))),
                 shard_start=experts - 1,
                 shard_step=experts,
             )

@@ -174,3 +174,16 @@ def test_a_tensor_of_two_shapes_or_types_is_refused():
         made = Side(Layout(spaces, {})).lay_plainly().manifest(Path("/ckpt"))
         with pytest.raises(InconsistentError, match="in one place and"):
             check(made)
+
+
+def test_states_of_a_space_are_checked_once(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(
+        coverage, "replicas", lambda made, t: looked_at.append(t.key) or replicas(made, t)
+    )
+    entries = tuple(Entry("w", (4, 3), Box(*b)) for b in (A, B))
+    names = ["master", "exp_avg", "exp_avg_sq"]
+    kinds = {name: dtype("uint8") for name in names}
+    space = FlatSpace("s", entries, Explicit(1, (0, 0)), kinds)
+    check(Side(Layout((space,), {})).lay_plainly().manifest(Path("/ckpt")))
+    assert looked_at == [("w", "master")]

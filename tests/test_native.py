@@ -308,6 +308,21 @@ def test_large_shards_are_cut_in_chunks(
 # -- names ----------------------------------------------------------------------------------------
 
 
+def test_the_name_of_an_array_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for each of its chunks."""
+    made: list[tuple[str, str]] = []
+    array_path = native.array_path
+
+    def counted(space: str, state: str) -> str:
+        made.append((space, state))
+        return array_path(space, state)
+
+    target = convert(source(tmp_path / "a", state_of(1)), tmp_path / "b", world=64, stage=1)
+    monkeypatch.setattr(native, "array_path", counted)
+    assert len(FORMAT.open(tmp_path / "b").files) > 64 * len(STATES)
+    assert sorted(made) == sorted(target.stores)
+
+
 def test_odd_names_stay_inside_the_folder(tmp_path: Path) -> None:
     outside = tmp_path / "out"
     outside.mkdir()

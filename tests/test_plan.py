@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from oracle import Side
 
 from reshard import overlap
+from reshard import plan as plan_module
 from reshard.box import Box
 from reshard.copies import PROOF, Block
 from reshard.dtypes import dtype
@@ -190,6 +193,90 @@ def test_gaps_are_what_no_copy_fills():
     longer = Manifest("x", Path("/t"), target.layout, (File("f", 50),), stores)
     gaps = [b.gaps for b in Plan(target, longer).batches(0) if len(b.gaps[0])]
     assert [(o.tolist(), n.tolist()) for o, n in gaps] == [([14], [12]), ([38], [12])]
+
+
+# -- what states share ----------------------------------------------------------------------------
+
+
+def states(world: int, chunk: int | None = None) -> Manifest:
+    """Three states of a space of two tensors, a file a state and shard (or a chunk of one)."""
+    names = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "float32")
+    only = space("s", [Entry("v", (7,)), Entry("w", (4, 3))], names, PerTensor(world))
+    each = 1 if chunk is None else -(-only.ruler.part // chunk)
+    chunk = chunk or only.ruler.part
+    files, stores = [], {}
+    for state in names:
+        numbers = np.arange(len(files), len(files) + only.shards * each)
+        stores["s", state] = ShardStore(chunk * each, chunk, numbers, np.zeros_like(numbers))
+        files += [File(f"{state}/{i}", 4 * chunk) for i in range(len(numbers))]
+    layout = Layout((only,), {"shard": world})
+    return Manifest("x", Path("/ckpt"), layout, tuple(files), stores)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_what_states_have_in_common_is_found_once(chunk, monkeypatch):
+    """Three files of each chunk, and the source is looked through for the first of them."""
+    found = Counter()
+    crossing = plan_module.crossing
+
+    def counted(*args):
+        found["crossings"] += 1
+        return crossing(*args)
+
+    monkeypatch.setattr(plan_module, "crossing", counted)
+    plan = Plan(states(3), states(4, chunk))
+    copies = {file: list(plan.batches(file)) for file in plan.files}
+    assert sorted(copies) == list(range(len(plan.target.files)))
+    assert found["crossings"] == len(copies) // 3
+    assert sum(b.nbytes for some in copies.values() for b in some) == 3 * 4 * 19
+
+
+def test_files_of_the_states_of_a_shard_follow_each_other():
+    target = states(4)
+    paths = [target.files[file].path for file in Plan(states(1), target).files]
+    assert paths[:6] == [
+        *("master/0", "exp_avg/0", "exp_avg_sq/0"),
+        *("master/1", "exp_avg/1", "exp_avg_sq/1"),
+    ]
+
+
+def test_a_file_without_payload_is_worked_off_too():
+    target = states(2)
+    more = replace(target, files=(File("nothing", 0), *target.files), stores={
+        key: replace(store, files=store.files + 1) for key, store in target.stores.items()
+    })  # fmt: skip
+    plan = Plan(states(1), more)
+    assert sorted(plan.files) == list(range(7))
+    assert list(plan.batches(0)) == []
+
+
+def test_states_that_are_stored_otherwise_are_looked_at_on_their_own():
+    """One state in smaller chunks, one entry by entry, one in a space of its own."""
+    target = states(2)
+    names = ("master", "exp_avg", "exp_avg_sq")
+    entries = [Entry("v", (7,)), Entry("w", (4, 3))]
+    first = space("s", entries, dict.fromkeys(names[:2], "float32"), PerTensor(3))
+    second = space("t", entries[::-1], {names[2]: "float32"}, PerTensor(3))
+    chunks = np.arange(9)
+    source = Manifest(
+        "x",
+        Path("/ckpt"),
+        Layout((first, second), {"shard": 3}),
+        tuple(File(str(i), 1000) for i in range(12)),
+        {
+            ("s", "master"): ShardStore(9, 3, chunks, np.zeros_like(chunks)),
+            ("s", "exp_avg"): EntryStore(ints([9, 10]), ints([0, 8])),
+            ("t", "exp_avg_sq"): ShardStore(7, 7, ints([11] * 3), ints([0, 28, 56])),
+        },
+    )
+    plan = Plan(source, target)
+    frames = [sources.frames for sources in plan.join.sources.values()]
+    assert len(set(map(id, frames))) == 3
+    read = {0: set(range(9)), 1: {9, 10}, 2: {11}}
+    for state, files in read.items():
+        batches = [b for f in (2 * state, 2 * state + 1) for b in plan.batches(f)]
+        assert {i for b in batches for i in b.runs.file.tolist()} <= files
+        assert sum(b.nbytes for b in batches) == 4 * 19
 
 
 # -- laziness -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -281,7 +282,7 @@ def random_regions(rng: random.Random, side: Side, contents: list[bytearray] | N
     return Regions.of(algorithm.name, rows)
 
 
-def run(rng: random.Random, case: Case, folder: Path, source: Manifest, **how: bool) -> Result:
+def run(rng: random.Random, case: Case, folder: Path, source: Manifest, **how: Any) -> Result:
     """Plan and execute, in a random way."""
     target = case.target.manifest(folder / "target", random_regions(rng, case.target, None), {})
     plan = Plan(source, target, origin=case.origin, casts=case.casts, proofs=case.proofs)

@@ -11,6 +11,7 @@ import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
 from reshard.dtypes import BY_SAFETENSORS
 from reshard.errors import CorruptError, NotFoundError, ReshardError
+from reshard.formats import _safetensors_header
 from reshard.formats._safetensors_header import (
     HEADER_LIMIT,
     Slot,
@@ -28,6 +30,7 @@ from reshard.formats._safetensors_header import (
     read,
     reference_order,
 )
+from reshard.formats._safetensors_json import JsonObject
 
 # the names by which the library's own writer knows the types (it writes no 6-bit ones)
 SPEC_NAMES = {
@@ -273,6 +276,13 @@ CORPUS: list[tuple[str, bytes, str, bool]] = [
         REFUSES,
     ),
     ("metadata no object", text({"__metadata__": "x", "a": one()}), "not an object", REFUSES),
+    (
+        "metadata as a tensor",
+        text({"__metadata__": one(), "a": one()}),
+        "__metadata__ describes a tensor|not text",
+        REFUSES,
+    ),
+    ("a tensor without a name", GOOD, "has no name|not an object", REFUSES),
     ("metadata null", text({"__metadata__": None, "a": one()}), "not an object", TAKES),
     ("metadata no text", text({"__metadata__": {"k": 1}, "a": one()}), "not text", REFUSES),
     (
@@ -304,6 +314,36 @@ def test_each_rule(tmp_path: Path, header: bytes, message: str, reference: bool)
     else:
         with pytest.raises(SafetensorError):
             deserialize(path.read_bytes())
+
+
+@pytest.mark.parametrize("header", [c[1] for c in CORPUS], ids=[c[0] for c in CORPUS])
+def test_the_same_is_said_after_a_first_look_and_without(
+    tmp_path: Path, header: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "x.safetensors", header, bytes(8))
+    said = []
+    for made in (_safetensors_header._object, JsonObject):
+        monkeypatch.setattr(_safetensors_header, "_object", made)
+        with pytest.raises(CorruptError) as caught:
+            read(path)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+@given(made=tensors(tuple(SPEC_NAMES)))
+def test_sound_tensors_need_one_look(
+    tmp_path_factory: pytest.TempPathFactory, made: dict[str, tuple[str, list[int], bytes]]
+) -> None:
+    """While their JSON is parsed, unless they are empty; a second look would find the same."""
+    slots, payload = in_order(made)
+    path = tmp_path_factory.mktemp("x") / "x.safetensors"
+    path.write_bytes(encode(slots, {}) + payload)
+    fields = _safetensors_header._fields
+    with mock.patch.object(_safetensors_header, "_fields", side_effect=fields) as second:
+        header = read(path)
+        assert second.call_count == sum(0 in slot.shape for slot in slots)
+    with mock.patch.object(_safetensors_header, "_object", JsonObject):
+        assert read(path) == header
 
 
 def test_sound_headers_that_look_odd(tmp_path: Path) -> None:
