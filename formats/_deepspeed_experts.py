@@ -11,9 +11,12 @@ the data-parallel ranks b, b + degree, b + 2 * degree, …, or ranks that stand 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from reshard.errors import IncompleteError, InconsistentError
+from reshard.formats._deepspeed_names import Names
 
 _NAME = re.compile(r"(.*\bdeepspeed_experts)\.(\d+)\.(.*)")
 _DEGREE = re.compile(r"ep_size_(\d+)")
@@ -107,3 +110,39 @@ def degree_of(settings: Mapping[str, Any]) -> int | None:
 def with_degree(settings: Mapping[str, Any], degree: int) -> dict[str, Any]:
     """The settings of a group of experts at another degree."""
     return {**settings, "name": f"ep_size_{degree}"}
+
+
+def are_counts(value: object) -> bool:
+    """Whether a value is a list of how many experts each layer has."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return all(isinstance(n, int) and n > 0 for n in value)
+
+
+def check_files(names: Names, mp: int, counts: Sequence[int]) -> None:
+    """Check that the files of all experts of a model rank are there, and no others.
+
+    Raises
+    ------
+    IncompleteError, InconsistentError
+        If they aren't.
+    """
+    expected = {(layer, expert) for layer, n in enumerate(counts) for expert in range(n)}
+    found = {(layer, expert) for layer, expert, of in names.experts if of == mp}
+    missing, more = sorted(expected - found), sorted(found - expected)
+    if missing:
+        layer, expert = missing[0]
+        raise IncompleteError(
+            f"expert {expert} of {counts[layer]} is missing: there is no "
+            f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt",
+            where=names.root,
+            hint="copy the missing file into the folder; nothing can stand in for it",
+        )
+    if more:
+        layer, expert = more[0]
+        raise InconsistentError(
+            f"is of expert {expert} of MoE layer {layer}, but the layers have {list(counts)} "
+            "experts",
+            where=names.experts[layer, expert, mp],
+            hint="files of an earlier run were left in the folder",
+        )

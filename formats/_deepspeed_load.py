@@ -8,7 +8,7 @@ of another run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError, IncompleteError, InconsistentError, UnsupportedError
-from reshard.formats._deepspeed_experts import Expert
+from reshard.formats._deepspeed_experts import Expert, are_counts, check_files
 from reshard.formats._deepspeed_names import Names
 from reshard.pickle_stubs import Record
 from reshard.torchfile import TorchFile, open_torch_file
@@ -186,7 +186,7 @@ def _experts(
     """Open the files of all experts, each of which must be there."""
     for (mp, dp), model in models.items():
         counts = model.data.get("num_experts")
-        known = counts is None or (isinstance(counts, (list, tuple)) and _are_counts(counts))
+        known = counts is None or are_counts(counts)
         if model.data.get("ds_autoep_layers") or not known:
             raise UnsupportedError(
                 "keeps its experts in a way that isn't supported (AutoEP, or that of DeepSpeed's "
@@ -195,36 +195,9 @@ def _experts(
                 hint="checkpoints of deepspeed.moe.layer.MoE as it is now can be read",
             )
         if counts is not None and dp == 0:
-            _check_experts(names, mp, counts)
+            check_files(names, mp, counts)
     loaded = _load_list((path, mp, 0) for (_, _, mp), path in names.experts.items())
     return dict(zip(names.experts, loaded, strict=True))
-
-
-def _are_counts(values: Sequence[object]) -> bool:
-    return all(isinstance(n, int) and n > 0 for n in values)
-
-
-def _check_experts(names: Names, mp: int, counts: Sequence[int]) -> None:
-    """All files of a model rank's experts must be there, and no others."""
-    expected = {(layer, expert) for layer, n in enumerate(counts) for expert in range(n)}
-    found = {(layer, expert) for layer, expert, of in names.experts if of == mp}
-    missing, more = sorted(expected - found), sorted(found - expected)
-    if missing:
-        layer, expert = missing[0]
-        raise IncompleteError(
-            f"expert {expert} of {counts[layer]} is missing: there is no "
-            f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt",
-            where=names.root,
-            hint="copy the missing file into the folder; nothing can stand in for it",
-        )
-    if more:
-        layer, expert = more[0]
-        raise InconsistentError(
-            f"is of expert {expert} of MoE layer {layer}, but the layers have {list(counts)} "
-            "experts",
-            where=names.experts[layer, expert, mp],
-            hint="files of an earlier run were left in the folder",
-        )
 
 
 def expert_in(loaded: Loaded, name: str, expert: int) -> Expert:

@@ -272,7 +272,7 @@ def _local(name: str, entries: tuple[Entry, ...]) -> Local:
     return Local(name, (sum(s[0] for s in shapes), *shapes[0][1:]), entries)
 
 
-def _states(source: Manifest, group: int, params: list[Local]) -> dict[str, DType]:
+def _states(source: Manifest, group: int, params: Sequence[Local]) -> dict[str, DType]:
     """The states of a group: of all its parameters the same."""
     names = [e.name for p in params for e in p.entries]
     known = [s for s in source.states if s not in (PARAM, BUFFER, MASTER)]
