@@ -123,15 +123,15 @@ def _others(one: Mapping[str, Run]) -> float:
 def _run(case: Case, target: Path) -> Run:
     _remove(target)
     touch()
-    busy, begin = _busy(), time.perf_counter()
+    before, begin = busy(), time.perf_counter()
     worked = case(target)
     took = time.perf_counter() - begin
-    others = max(0.0, _busy() - busy - worked) / (took * (os.cpu_count() or 1))
+    others = max(0.0, busy() - before - worked) / (took * (os.cpu_count() or 1))
     _remove(target)
     return Run(took, worked, others)
 
 
-def _busy() -> float:
+def busy() -> float:
     """Seconds that all processors have worked so far, or waited for their host."""
     fields = [int(f) for f in _lines("/proc/stat")[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
