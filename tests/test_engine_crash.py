@@ -75,5 +75,7 @@ def test_killed_at_random(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_random_often(tmp_path: Path) -> None:
+def test_killed_at_random_often(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--hypothesis-profile") != "torture":
+        pytest.skip("twenty kills take minutes: make torture")
     attempts(tmp_path, 20, 2, stage=3, P=2, Q=4)
