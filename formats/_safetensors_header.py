@@ -134,8 +134,7 @@ def read(path: Path) -> Header:
     content = _content(raw, path)
     fields = content.fields
     metadata = _metadata(fields.pop(METADATA, JsonObject()), problems)
-    for name in content.repeated:
-        problems.append(f"{brief(name)} occurs more than once")
+    problems += [f"{brief(name)} occurs more than once" for name in content.repeated]
     slots = sorted(_slots(fields, problems), key=operator.attrgetter("start", "stop", "name"))
     payload = PREFIX + len(raw)
     if not problems:
@@ -232,7 +231,6 @@ def _metadata(found: object, problems: list[str]) -> dict[str, str]:
 # -- its tensors ----------------------------------------------------------------------------------
 
 _NAMES = ("dtype", "shape", "data_offsets")
-_KEYS = frozenset(_NAMES)
 
 
 class _Fields(NamedTuple):
@@ -250,17 +248,17 @@ def _object(pairs: list[tuple[str, object]]) -> _Fields | JsonObject:
     A header has up to a hundred thousand tensors, and most have nothing that isn't said in a few
     words. What isn't found sound here is looked at again: that finds what is wrong with it.
     """
-    fields: dict[str, Any] = dict(pairs)
-    if len(pairs) == 3 and fields.keys() == _KEYS:
-        code, shape, span = fields["dtype"], fields["shape"], fields["data_offsets"]
-        if type(code) is str and type(shape) is list and type(span) is list and len(span) == 2:
-            dtype, (start, stop) = BY_SAFETENSORS.get(code), span
+    if len(pairs) == len(_NAMES):
+        fields: dict[str, Any] = dict(pairs)
+        code, shape, span = map(fields.get, _NAMES)
+        if type(code) is str and type(shape) is type(span) is list and len(span) == 2:
+            dtype, (start, stop), numbers = BY_SAFETENSORS.get(code), span, shape + span
             if (
                 dtype is not None
-                and {*map(type, shape), *map(type, span)} == {int}
+                and {*map(type, numbers)} == {int}
                 and len(shape) <= _MAX_DIMS
-                and min(shape, default=1) > 0
-                and 0 <= start <= stop <= _MOST
+                and min(numbers) >= 0
+                and start < stop <= _MOST
                 and math.prod(shape) * dtype.bits == 8 * (stop - start)
             ):
                 return _Fields(dtype, tuple(shape), start, stop)

@@ -43,7 +43,7 @@ class JsonObject(tuple[tuple[str, object], ...]):
     @property
     def repeated(self) -> tuple[str, ...]:
         """The keys that it has more than once."""
-        if len(self.fields) == len(self):
+        if len({key for key, _ in self}) == len(self):
             return ()
         counts = Counter(key for key, _ in self)
         return tuple(key for key, count in counts.items() if count > 1)

@@ -14,7 +14,7 @@ tensors of one name and says nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -254,29 +254,32 @@ class _Reading:
             )
         notes = read_notes(header.metadata, path)
         digests = read_digests(header.metadata, path)
-        slots = {slot.name: slot for slot in header.slots}
-        chosen = set(slots) if labels is None else set(labels)
-        if stale := sorted(set(slots) - chosen):
+        there = {slot.name for slot in header.slots}
+        chosen = there if labels is None else set(labels)
+        if stale := sorted(there - chosen):
             text = f"holds tensors that the index doesn't assign to it: {_some(stale)}"
             self.builder.note("note", text, path.name)
-        self._take([slot for slot in header.slots if slot.name in chosen], header, path, notes)
+        taken = there & chosen
+        self._take((slot for slot in header.slots if slot.name in taken), header, path, notes)
         for label, digest in digests.items():
-            if label in slots and label in chosen:
+            if label in taken:
                 self._digests[notes.key(label)] = digest
         for alias, name in notes.aliases.items():
-            if name in chosen and name in slots and alias not in chosen:
+            if name in taken and alias not in chosen:
                 self.builder.aliases[alias] = name
         self._texts.append(free_text(header.metadata, notes.aliases))
-        return sorted(chosen - set(slots))
+        return sorted(chosen - there)
 
-    def _take(self, slots: Sequence[Slot], header: Header, path: Path, notes: Notes) -> None:
-        file = self.builder.file(path)
-        for slot in slots:
-            name, state = notes.key(slot.name)
-            entry, offset = Entry(name, slot.shape), header.payload + slot.start
-            self._placed.setdefault(state, []).append(Placed(entry, slot.dtype, file, offset))
-        self.nbytes += sum(slot.stop - slot.start for slot in slots)
-        self._empty += [slot.name for slot in slots if slot.shape == (0,)]
+    def _take(self, slots: Iterable[Slot], header: Header, path: Path, notes: Notes) -> None:
+        file, begin, nbytes = self.builder.file(path), header.payload, 0
+        for label, dtype, shape, start, stop in slots:
+            name, state = notes.key(label)
+            placed = Placed(Entry(name, shape), dtype, file, begin + start)
+            self._placed.setdefault(state, []).append(placed)
+            nbytes += stop - start
+            if shape == (0,):
+                self._empty.append(label)
+        self.nbytes += nbytes
 
     def finish(self) -> Manifest:
         """The manifest of everything that was added."""

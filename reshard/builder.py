@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.box import Shape
 from reshard.dtypes import DType
@@ -21,8 +21,7 @@ from reshard.ruler import ints
 from reshard.store import EntryStore, File, Regions, Store
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A box and the extent that holds it.
 
     Parameters

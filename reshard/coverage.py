@@ -52,15 +52,16 @@ def replicas(manifest: Manifest, tensor: Tensor) -> tuple[int, ...]:
     wholes = sum(b.covers(tensor.shape) for b in boxes)
     next_cover = {Box.whole(tensor.shape): 0}
     covers = []
+    together: dict[int, list[Box]] = {}
     for box in boxes:
+        cover = 0
         if box.numel:
-            covers.append(next_cover.setdefault(box, wholes))
+            cover = next_cover.setdefault(box, wholes)
             next_cover[box] += 1
-        else:
-            covers.append(0)
+            together.setdefault(cover, []).append(box)
+        covers.append(cover)
     for index in range(wholes, max(covers) + 1):
-        together = [b for b, c in zip(boxes, covers, strict=True) if c == index and b.numel]
-        _exactly_once(manifest, tensor, together)
+        _exactly_once(manifest, tensor, together.get(index, []))
     return tuple(covers)
 
 
@@ -75,15 +76,17 @@ class Replicas:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
+        self._boxes = [[e.box for e in space.entries] for space in manifest.layout.spaces]
         self._known: dict[tuple[Place, ...], tuple[int, ...]] = {}
 
     def of(self, tensor: Tensor) -> tuple[int, ...]:
         """Which cover each place of a tensor belongs to; see :func:`replicas`."""
-        if len(tensor.places) == 1:  # sooner found than kept
-            return replicas(self._manifest, tensor)
-        found = self._known.get(tensor.places)
+        places = tensor.places
+        if len(places) == 1 and self._boxes[places[0][0]][places[0][1]] is None:
+            return (0,)  # sooner said than looked up
+        found = self._known.get(places)
         if found is None:
-            found = self._known[tensor.places] = replicas(self._manifest, tensor)
+            found = self._known[places] = replicas(self._manifest, tensor)
         return found
 
     def places(self, tensor: Tensor) -> tuple[tuple[Place, ...], ...]:

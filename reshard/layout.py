@@ -59,7 +59,7 @@ class Entry:
     box: Box | None = None
 
     def __post_init__(self) -> None:
-        assert min(self.shape, default=0) >= 0, self
+        assert not self.shape or min(self.shape) >= 0, self
         assert self.box is None or self.box.within(self.shape), self
 
     @property

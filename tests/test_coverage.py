@@ -187,3 +187,14 @@ def test_states_of_a_space_are_checked_once(monkeypatch):
     space = FlatSpace("s", entries, Explicit(1, (0, 0)), kinds)
     check(Side(Layout((space,), {})).lay_plainly().manifest(Path("/ckpt")))
     assert looked_at == [("w", "master")]
+
+
+def test_replicas_of_boxes_are_gathered_once(monkeypatch):
+    """A hundred replicas: each box is looked at a few times, not once for each of them."""
+    looked_at = []
+    numel = Box.numel.fget
+    monkeypatch.setattr(Box, "numel", property(lambda box: looked_at.append(box) or numel(box)))
+    made = manifest((4, 3), [A, B] * 100)
+    looked_at.clear()
+    assert replicas(made, made.tensors["w", "param"]) == tuple(i // 2 for i in range(200))
+    assert len(looked_at) <= 5 * 200

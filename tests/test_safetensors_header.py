@@ -299,6 +299,9 @@ CORPUS: list[tuple[str, bytes, str, bool]] = [
     ),
 ]
 
+AS_TENSORS = ("metadata as a tensor", "a tensor without a name")
+"""Cases in which something looks like a tensor at first, and is none."""
+
 
 @pytest.mark.parametrize(
     ("header", "message", "reference"), [c[1:] for c in CORPUS], ids=[c[0] for c in CORPUS]
@@ -316,7 +319,10 @@ def test_each_rule(tmp_path: Path, header: bytes, message: str, reference: bool)
             deserialize(path.read_bytes())
 
 
-@pytest.mark.parametrize("header", [c[1] for c in CORPUS], ids=[c[0] for c in CORPUS])
+@pytest.mark.parametrize(
+    "header", [c[1] for c in CORPUS if c[0] not in AS_TENSORS],
+    ids=[c[0] for c in CORPUS if c[0] not in AS_TENSORS],
+)  # fmt: skip
 def test_the_same_is_said_after_a_first_look_and_without(
     tmp_path: Path, header: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
