@@ -250,7 +250,8 @@ def _object(pairs: list[tuple[str, object]]) -> _Fields | JsonObject:
     """
     if len(pairs) == len(_NAMES):
         fields: dict[str, Any] = dict(pairs)
-        code, shape, span = map(fields.get, _NAMES)
+        values: list[Any] = [fields.get(name) for name in _NAMES]
+        code, shape, span = values
         if type(code) is str and type(shape) is type(span) is list and len(span) == 2:
             dtype, (start, stop), numbers = BY_SAFETENSORS.get(code), span, shape + span
             if (

@@ -193,6 +193,7 @@ def test_replicas_of_boxes_are_gathered_once(monkeypatch):
     """A hundred replicas: each box is looked at a few times, not once for each of them."""
     looked_at = []
     numel = Box.numel.fget
+    assert numel is not None
     monkeypatch.setattr(Box, "numel", property(lambda box: looked_at.append(box) or numel(box)))
     made = manifest((4, 3), [A, B] * 100)
     looked_at.clear()
