@@ -66,7 +66,8 @@ def moe_layers(source: Manifest) -> dict[str, int]:
     if not found:
         return {}
     engine = source.objects.get("deepspeed")
-    order = engine.get("moe_layers", []) if isinstance(engine, Mapping) else []
+    said = engine.get("moe_layers") if isinstance(engine, Mapping) else None
+    order = [str(layer) for layer in said] if isinstance(said, (list, tuple)) else []
     if set(order) != set(found):
         raise UnsupportedError(
             "the checkpoint has experts, and doesn't say in which order their layers come",
@@ -77,7 +78,7 @@ def moe_layers(source: Manifest) -> dict[str, int]:
         missing = set(range(len(numbers))) - numbers
         if missing:
             raise IncompleteError(f"expert {min(missing)} of {layer} is missing", where=source.root)
-    return {str(layer): len(found[layer]) for layer in order}
+    return {layer: len(found[layer]) for layer in order}
 
 
 def expert_files(

@@ -255,11 +255,13 @@ def _lay(
             numbers = np.arange(len(files), len(files) + count)
             stores[space.name, state] = ShardStore(part, chunk, numbers, ints(np.zeros(count)))
             folder, nbytes = array_path(space.name, state), dtype.nbytes(chunk)
+            paths = [f"{folder}/c/{c}" for c in range(count)]
             values = repeat(None, count) if checksums is None else checksums[index]
-            for c, value in enumerate(values):
-                path = f"{folder}/c/{c}"
-                rows.append((len(files), 0, nbytes, value, path))
-                files.append(File(path, nbytes))
+            rows += [
+                (file, 0, nbytes, value, path)
+                for file, value, path in zip(numbers.tolist(), values, paths, strict=True)
+            ]
+            files += [File(path, nbytes) for path in paths]
             index += 1
     return files, stores, rows
 

@@ -178,10 +178,11 @@ class Staging:
         try:
             with contextlib.suppress(FileNotFoundError):  # gone already
                 self._remove_all()
-            if not self.shared:
-                self.folder.rmdir()
+                if not self.shared:
+                    self.folder.rmdir()
         finally:
             self._lock.release(remove=True)
+            self._ours = False
 
     def abandon(self) -> None:
         """Remove what was staged, and folders that were made for it and are empty.
@@ -194,12 +195,15 @@ class Staging:
             with contextlib.suppress(OSError):  # not empty: somebody else uses it now
                 parent.rmdir()
 
-    def leave(self) -> None:
-        """Leave what is complete to a later process; without a journal nothing is."""
-        if self.journal.exists():
+    def leave(self) -> bool:
+        """Leave what is complete to a later process; returns whether there can be anything."""
+        useful = self.shared and self.journal.exists() and self.path.exists()
+        if useful:
             self._lock.release(remove=False)
+            self._ours = False
         else:
             self.abandon()
+        return useful
 
 
 def check_target(target: Path) -> None:

@@ -150,8 +150,7 @@ class Job:
         if found.why_not is not None:
             self._tell(f"what an earlier run has done is void, {found.why_not}: beginning anew")
         elif kept.nbytes:
-            begun = len(kept.begun())
-            more = f", and parts of {begun} other{'s' if begun > 1 else ''}" if begun else ""
+            more = f", {begun} more in part" if (begun := len(kept.begun())) else ""
             files = len(self.plan.files)
             self._tell(f"resuming: {len(kept.files)} of {files} files are complete{more}")
             if options.progress is not None:
@@ -163,8 +162,7 @@ class Job:
         """Keep what is complete, if it can be of use."""
         if recorder is None:
             staging.leave()  # as it was found
-        elif staging.shared and recorder.nbytes and _may_pass(error):
-            staging.leave()
+        elif recorder.nbytes and _may_pass(error) and staging.leave():
             self._tell(
                 f"what is complete stays in {staging.folder}: the same command goes on from there"
             )

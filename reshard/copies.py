@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,6 +126,7 @@ class Runs:
 
 
 NO_RUNS = Runs(*(ints([]) for _ in range(6)))
+NO_GAPS = ints([]), ints([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ class Batch:
     target_dtype: DType
     runs: Runs = NO_RUNS
     blocks: tuple[Block, ...] = ()
-    gaps: tuple[Ints, Ints] = field(default_factory=lambda: (ints([]), ints([])))
+    gaps: tuple[Ints, Ints] = NO_GAPS
 
     @property
     def nbytes(self) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from reshard.copies import Runs, nbytes_of
 from reshard.dtypes import DType
 from reshard.frames import Frames
@@ -28,15 +26,15 @@ class Located:
     ----------
     query
         The run that each piece is of.
-    moved, count
-        Where in its run it begins, and its length.
+    start, count
+        Its first element in the entry, and its length.
     extent, within
         The chunk of the store (the entry, where each is an extent of its own), and the element
         of it at which the piece begins.
     """
 
     query: Rows
-    moved: Ints
+    start: Ints
     count: Ints
     extent: Ints
     within: Ints
@@ -118,16 +116,15 @@ def crossing(source: Manifest, frames: Frames, group: int, pieces: Pieces) -> Cr
     entry = pick(frames.entry, pieces.entry)
     found = located(space, store, entry, pieces.start, pieces.count)
     entry = pick(pieces.entry, found.query)
-    start = pick(pieces.start, found.query) + found.moved
     made = Crossing(
         entry=entry,
-        local=pick(pieces.local, found.query) + found.moved,
-        at=pick(frames.first, entry) + start,
+        local=pick(pieces.local - pieces.start, found.query) + found.start,
+        at=pick(frames.first, entry) + found.start,
         count=found.count,
         extent=found.extent,
         within=found.within,
     )
-    return made if frames.even else _cut_rows(made, start, frames)
+    return made if frames.even else _cut_rows(made, found.start, frames)
 
 
 def _cut_rows(made: Crossing, start: Ints, frames: Frames) -> Crossing:
@@ -156,9 +153,8 @@ def located(space: FlatSpace, store: Store, entry: Ints, start: Ints, count: Int
         The runs, none of them empty.
     """
     if isinstance(store, EntryStore):
-        return Located(ALL, np.zeros_like(start), count, entry, start)
+        return Located(ALL, start, count, entry, start)
     query, pieces = space.ruler.locate(entry, start, count)
     cut = store.split(pieces)
-    query = pick_again(query, cut.query)
-    moved = pick(pieces.start, cut.query) + cut.moved - pick(start, query)
-    return Located(query, moved, cut.count, cut.multiple, cut.within)
+    begin = pick(pieces.start, cut.query) + cut.moved
+    return Located(pick_again(query, cut.query), begin, cut.count, cut.multiple, cut.within)

@@ -160,7 +160,7 @@ class Overlap:
         count = np.full(len(source), math.prod(common.box.shape[inner:]), np.int64)
         entries, store = np.full_like(source, entry), self._store(cover, common.place)
         found = located(self.source.space(space), store, entries, source, count)
-        query, moved = found.query, found.moved
+        query, moved = found.query, found.start - pick(source, found.query)
         file, byte = bytes_at(store, cover.tensor.dtype, found.extent, found.within)
         return Runs(
             file=file,

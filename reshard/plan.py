@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from reshard.box import Box
 from reshard.collector import collector_paused
-from reshard.copies import PROOF, Batch, Block, Message, Runs, nbytes_of
+from reshard.copies import NO_GAPS, PROOF, Batch, Block, Message, Runs, nbytes_of
 from reshard.crossing import Crossing, crossing
 from reshard.dtypes import DType
 from reshard.frames import Frames, Sources
@@ -31,13 +31,10 @@ from reshard.manifest import Manifest
 from reshard.overlap import ROWS, Overlap, Wanted
 from reshard.parts import Parts
 from reshard.recent import Recent
-from reshard.ruler import Ints, Pieces, cut_at, ints, pick, slices
+from reshard.ruler import Ints, Pieces, cut_at, pick, slices
 from reshard.store import EntryStore, ShardStore, Store
 
 __all__ = ["PROOF", "Batch", "Block", "Message", "Plan", "Runs"]
-
-
-NO_GAPS = ints([]), ints([])
 
 KEPT = 4
 """How many of the things that states share are kept until the next state asks for them."""
@@ -45,9 +42,19 @@ KEPT = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Goal:
-    """One state of a space of the target."""
+    """One state of a space of the target.
 
-    number: int
+    Parameters
+    ----------
+    index, space
+        The space.
+    dtype, store
+        The state's element type, and where it will lie.
+    sources
+        Where its boxes come from.
+    """
+
+    index: int
     space: FlatSpace
     dtype: DType
     store: Store
@@ -137,12 +144,14 @@ class Plan:
             for index, space in enumerate(target.layout.spaces)
             for state, dtype in space.states.items()
         ]
-        self._parts = Parts([goal.store for goal in self._goals])
+        stores = [goal.store for goal in self._goals]
+        assert all(isinstance(store, ShardStore) or store.strides is None for store in stores)
+        self._parts = Parts(stores)
 
     @cached_property
     def files(self) -> Sequence[int]:
         """Indices of the target's files, those of the states of one shard after each other."""
-        spaces = [goal.number for goal in self._goals]
+        spaces = [goal.index for goal in self._goals]
         return self._parts.ordered(spaces, len(self.target.files))
 
     @property
@@ -199,7 +208,7 @@ class Plan:
 
     def _chunk(self, file: int, goal: _Goal, store: ShardStore, chunk: int) -> Iterator[Batch]:
         frames, dtype = goal.sources.frames, goal.dtype
-        key = (goal.number, frames, store.part, store.chunk, chunk)
+        key = (goal.index, frames, store.part, store.chunk, chunk)
         shard = self._recent.get(key, lambda: _shard(goal.space, frames, store, chunk))
         offset = int(store.offsets[chunk])
         begin, count = shard.gaps
@@ -227,9 +236,9 @@ class Plan:
         base: Ints | int,
         key: Hashable = None,
     ) -> Iterator[Batch]:
-        """Copies of some pieces; they begin at ``base``, or at one base an entry.
+        """Copies of some pieces whose shard begins at byte ``base`` (or one base an entry).
 
-        Under ``key`` is kept what doesn't depend on the state.
+        What doesn't depend on the state is kept under ``key`` for the next one.
         """
         group, pieces = portion
         if group < 0:
@@ -265,6 +274,7 @@ class Plan:
 
 
 def _shard(space: FlatSpace, frames: Frames, store: ShardStore, chunk: int) -> _Shard:
+    """Cut a chunk out of its shard."""
     shard, within = divmod(chunk, store.chunks_per_shard)
     pieces = space.ruler.shard(shard)
     if store.chunks_per_shard > 1:
@@ -274,7 +284,7 @@ def _shard(space: FlatSpace, frames: Frames, store: ShardStore, chunk: int) -> _
 
 
 def _portions(frames: Frames, pieces: Pieces) -> Iterator[tuple[int, Pieces]]:
-    """Pieces by group, and so much of them at a time that their copies fill a batch."""
+    """Pieces by the group of the frames that they are in, and few enough for a batch."""
     for group in frames.groups:
         some = pieces
         if len(frames.groups) > 1:
@@ -287,6 +297,7 @@ def _portions(frames: Frames, pieces: Pieces) -> Iterator[tuple[int, Pieces]]:
 
 
 def _bounded(pieces: Pieces, density: NDArray[np.float64]) -> Iterator[Pieces]:
+    """So much of some pieces at a time that its copies fill a batch."""
     if pieces.count @ density + 2 * len(pieces) <= ROWS:
         yield pieces
         return

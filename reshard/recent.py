@@ -1,7 +1,7 @@
 """How is something that several callers need soon after each other made once?
 
 :class:`Recent` keeps the last few things that were made. Threads that ask for one that is being
-made wait for it, instead of making it again.
+made wait for it, instead of making it again; those that ask for others don't.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class _Thing:
+    """A thing, made or about to be."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.made: list[Any] = []
+
+
 class Recent:
-    """The last things that were made or asked for.
+    """The last things that were asked for.
 
     Parameters
     ----------
@@ -27,24 +35,25 @@ class Recent:
         assert most >= 1, most
         self._most = most
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._things: OrderedDict[Hashable, _Thing] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What was made under a key; if it isn't kept it is made now.
+        """The thing of a key.
 
         Parameters
         ----------
         key
-            Whatever decides what is made.
+            Whatever decides what the thing is.
         make
-            Makes it, without asking this object for another thing.
+            Makes it, if it isn't kept.
         """
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            else:
-                self._kept[key] = make()
-                if len(self._kept) > self._most:
-                    self._kept.popitem(last=False)
-            found: T = self._kept[key]
+            thing = self._things.setdefault(key, _Thing())
+            self._things.move_to_end(key)
+            if len(self._things) > self._most:
+                self._things.popitem(last=False)
+        with thing.lock:
+            if not thing.made:
+                thing.made.append(make())
+            found: T = thing.made[0]
             return found

@@ -31,7 +31,7 @@ from reshard.store import File
 from reshard.tally import Tally
 from reshard.targets import target_error
 
-UNIT = 256 << 20
+UNIT = 512 << 20
 """Bytes after which a line is written: what a kill costs is a few times as much."""
 
 Part = tuple[int, int]

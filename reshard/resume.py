@@ -74,7 +74,7 @@ def earlier(
     identity
         What the conversion depends on.
     options
-        How to read; progress is told of what needn't be moved.
+        How to read, and whether checksums of the source are summed.
 
     Raises
     ------

@@ -216,7 +216,7 @@ class Ruler:
             entry=np.arange(low, high, dtype=np.int64)[rows],
             start=start,
             count=pick(stop, rows) - start,
-            shard=np.broadcast_to(np.int64(index), start.shape),
+            shard=np.full_like(start, index),
             local=pick(self.base[low:high], rows) + start - cut,
         )
 
