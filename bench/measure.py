@@ -8,7 +8,6 @@ from ``/proc``, from outside of the process that is measured.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import resource
 import shutil
@@ -30,7 +29,6 @@ Case = Callable[[Path], float]
 
 QUIET = 0.1
 """Share of the processors that other processes may take in a round that is believed at once."""
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 PATIENCE = 3
 """How many times the wanted rounds are run, at most, to find quiet ones."""
 
@@ -122,7 +120,6 @@ def _others(one: Mapping[str, Run]) -> float:
 
 def _run(case: Case, target: Path) -> Run:
     _remove(target)
-    touch()
     before, begin = busy(), time.perf_counter()
     worked = case(target)
     took = time.perf_counter() - begin
@@ -137,15 +134,20 @@ def busy() -> float:
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def touch() -> None:
-    """Touch most of the free memory.
+def settle() -> None:
+    """Bring memory into one known state: an empty page cache, free memory in large pieces.
 
-    A virtual machine's host takes free memory away, and the first touch of a page that it took
-    costs ten times a copy: whichever case came first would pay for it.
+    Whether the cached pages of a file are large or small, and whether free pages must be fetched
+    from a virtual machine's host, changes the time of a copy by a factor of two or three and
+    otherwise depends on what ran before. The first round, which doesn't count, then touches what
+    the others use again. Only the superuser can; otherwise nothing is done, and a line says so.
     """
-    free = next(int(ln.split()[1]) for ln in _lines("/proc/meminfo") if ln.startswith("MemFree"))
-    with mmap.mmap(-1, free * 1024 * 3 // 4) as memory:
-        memory.madvise(_MADV_POPULATE_WRITE)
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+        Path("/proc/sys/vm/compact_memory").write_text("1")
+    except OSError as error:
+        print(f"memory is as other programs left it ({error}): times may be bimodal", flush=True)
 
 
 def _remove(path: Path) -> None:
@@ -172,7 +174,11 @@ def warm(path: Path) -> int:
 def command(*words: str | Path) -> float:
     """Run a program; returns its processor seconds. A failure is an error."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([str(w) for w in words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    # an installed program has its modules compiled
+    compiled = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run(
+        [str(w) for w in words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=compiled
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -18,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import make, planning  # noqa: E402
-from bench.measure import Case, Child, Peak, command, interleaved, machine, warm  # noqa: E402
+from bench import bare, make, planning  # noqa: E402
+from bench.measure import Case, Child, Peak, command, interleaved, machine, settle, warm  # noqa: E402
 
 MB = 1e6
 NATIVE = (("8to32", 8, 32), ("32to8", 32, 8), ("7to5", 7, 5))
@@ -80,6 +80,7 @@ class Bench:
         wanted = {"world": after}
         cases: dict[str, Case] = {
             "cp": partial(copy, source),
+            "bare calls": partial(bare.move, source, after),
             "library": partial(call, child, source, wanted, False),
             "without proof": partial(call, child, source, {**wanted, "derived": False}, False),
             "cp+sync": partial(copy_sync, source),
@@ -108,12 +109,16 @@ class Bench:
         if has_cli():
             words = ["consolidate", str(source), ".safetensors", "--drop", "*"]
             cases["command+sync"] = partial(cli, words)
-        warm(source)
-        self._compare(name, file, cases)
+        self._compare(name, file, cases, read=source)
         child.close()
 
-    def _compare(self, name: str, source: Path, cases: dict[str, Case]) -> None:
+    def _compare(
+        self, name: str, source: Path, cases: dict[str, Case], read: Path | None = None
+    ) -> None:
+        settle()
         nbytes = warm(source)
+        if read is not None:
+            warm(read)
         # apart, so that the disk is idle while nothing waits for it
         plain = {n: c for n, c in cases.items() if "+sync" not in n}
         synced = {n: c for n, c in cases.items() if "+sync" in n}

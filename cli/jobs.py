@@ -14,7 +14,8 @@ from reshard.errors import RequestError
 
 if TYPE_CHECKING:
     from reshard.conversion import Job, Wanted
-    from reshard.report import Report, Side
+    from reshard.report import Report
+    from reshard.side import Side
 
 NOTES = 10
 """Notes of a reader that are shown without --verbose."""

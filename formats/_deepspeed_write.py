@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reshard.commit import write_file
 from reshard.dtypes import DType
 from reshard.errors import RequestError
-from reshard.execute import Result
 from reshard.format import Draft, Loss, Request
 from reshard.formats._deepspeed_write_groups import Flat, Rules, lay_out
 from reshard.formats._deepspeed_write_layers import Layer, layer_file
@@ -42,6 +41,9 @@ from reshard.partition import Replicated
 from reshard.ruler import Ints, ints
 from reshard.store import EntryStore, File, Regions, ShardStore, Store
 from reshard.targets import target_error
+
+if TYPE_CHECKING:
+    from reshard.execute import Result
 
 TAG = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
 """Names of tags: one path component, without what DeepSpeed's own globbing would expand."""

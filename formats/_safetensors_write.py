@@ -14,11 +14,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.commit import write_file
 from reshard.errors import RequestError
-from reshard.execute import Result
 from reshard.format import Draft, Loss, Request
 from reshard.formats import _safetensors_header as headers
 from reshard.formats import _safetensors_index as indexes
@@ -33,6 +32,9 @@ from reshard.ruler import ints
 from reshard.store import EntryStore, File, Store
 from reshard.stored import brief
 from reshard.targets import target_error
+
+if TYPE_CHECKING:
+    from reshard.execute import Result
 
 MODEL = "model"
 """What the files of a model are called by everyone."""

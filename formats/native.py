@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from reshard.collector import collector_paused
 from reshard.commit import write_file
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.execute import Result
 from reshard.format import Draft, Found, Loss, Request
 from reshard.layout import PARAM, Layout, TensorKey
 from reshard.manifest import Manifest, ParamGroup
@@ -54,6 +53,9 @@ from reshard.problems import problems
 from reshard.relayout import relayout
 from reshard.ruler import ints
 from reshard.store import File, Regions, ShardStore, Store
+
+if TYPE_CHECKING:
+    from reshard.execute import Result
 
 MANIFEST = "zreshard.json"
 SPLIT_ABOVE = 256 << 20

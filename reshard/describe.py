@@ -17,7 +17,7 @@ from reshard.digest import CRC64NVME
 from reshard.layout import BUFFER, CLIENT, PARAM, FlatSpace, TensorKey
 from reshard.manifest import Manifest, Tensor
 from reshard.plain import encode
-from reshard.report import Side, side
+from reshard.side import Side, side
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class Algorithm:
         """
         return _library(self.name)[0](data, crc)
 
-    def function(self) -> Callable[[Buffer], int]:
+    def function(self) -> Callable[..., int]:
         """The library's own function, for a hot loop."""
         return _library(self.name)[0]
 

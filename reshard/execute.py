@@ -33,7 +33,7 @@ from reshard.work import Queue, Work
 
 MIB = 1 << 20
 
-STEP = MIB // 2
+STEP = MIB
 """Bytes moved at once, at most: half of a common second-level cache."""
 
 LEAST_MEMORY = 16 * MIB

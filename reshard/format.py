@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from reshard.dtypes import FLOATS, DType
-from reshard.execute import Result
 from reshard.layout import BUFFER, CLIENT, MASTER, PARAM, TensorKey
 from reshard.manifest import Manifest
+
+if TYPE_CHECKING:
+    from reshard.execute import Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ too. Checksums are taken while the bytes are in the cache (:mod:`reshard.tally`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from reshard.plan import Plan
 from reshard.ruler import Ints, ints
 from reshard.source import Fetcher, Mapped, Read, SourceFiles
 from reshard.tally import Digested, Tally
-from reshard.targets import TargetFiles
+from reshard.targets import Target, TargetFiles
 
 LONG = 128 << 10
 """Bytes from which a run is long: reading it then costs less than mapping its pages."""
@@ -71,9 +70,16 @@ class Mover:
         self._step = step
         self._twin = ints([m.twin for m in plan.messages])
         self._scratch: NDArray[np.uint8] | None = None
+        self._target: Target | None = None
 
     def move(self, batch: Batch) -> None:
         """Copy all of a batch."""
+        file = batch.target_file
+        self._target = None if file == PROOF else self._targets.opened(file)
+        self._move(batch)
+        self._target = None
+
+    def _move(self, batch: Batch) -> None:
         if batch.source_dtype != batch.target_dtype:
             self._convert(batch, batch.runs)
         else:
@@ -100,9 +106,9 @@ class Mover:
     def _kind(self, twin: int) -> DType | None:
         return None if twin < 0 else self._plan.messages[twin].dtype
 
-    def _write(self, batch: Batch, parts: list[memoryview], offset: int) -> None:
-        if batch.target_file != PROOF:
-            self._targets.write(batch.target_file, parts, offset)
+    def _write(self, parts: list[memoryview], offset: int) -> None:
+        if self._target is not None:
+            self._target.write(parts, offset)
 
     # -- the same bytes -----------------------------------------------------------------------
 
@@ -114,7 +120,7 @@ class Mover:
         first: list[int] = []
         second: list[int] = []
         twins: list[int] = []
-        gather = _Gather(partial(self._write, batch), self._fetcher, step)
+        gather = _Gather(self._write, self._fetcher, step)
         longest = min(LONG, step)
         columns = (runs.file, runs.source, runs.target, nbytes, runs.message)
         for file, source, target, size, message in zip(*(c.tolist() for c in columns), strict=True):
@@ -152,15 +158,16 @@ class Mover:
         if kind is not None:  # both of what is read and of what it is cast to: at most a step
             width = batch.source_dtype.itemsize
             step = step // max(width, kind.itemsize) * width
+        crc64, crc32 = CRC64NVME.function(), CRC32.function()
+        need32, write = self.tally.need32, self._write
         for at in range(0, size, step):
-            part = min(step, size - at)
-            view = reader.fetch(file, source + at, part)
-            first = CRC64NVME.of(view, first)
-            if self.tally.need32:
-                second = CRC32.of(view, second)
+            view = reader.fetch(file, source + at, min(step, size - at))
+            first = crc64(view, first)
+            if need32:
+                second = crc32(view, second)
             if kind is not None:
-                twin = CRC64NVME.of(self._cast(batch, view, kind, message), twin)
-            self._write(batch, [view], target + at)
+                twin = crc64(self._cast(batch, view, kind, message), twin)
+            write([view], target + at)
             reader.reset()
         return first, second, twin
 
@@ -190,7 +197,7 @@ class Mover:
                 view = self._fetcher.fetch(file, start + at * size, part * size)
                 cast = self._cast(batch, view, target, message)
                 found = self._both(view, cast, found)
-                self._write(batch, [cast], place + at * target.itemsize)
+                self._write([cast], place + at * target.itemsize)
                 self._fetcher.reset()
             sums[:, row] = found
         read = Digested(runs.count * source.itemsize, sums[0], sums[1])
@@ -240,7 +247,7 @@ class Mover:
             read = self._gathered(part, source)
             cast = read if twin < 0 else self._cast(batch, read, kind, part.message)
             written = read if source == target else cast
-            self._write(batch, [written], part.target)
+            self._write([written], part.target)
             self.tally.add_block(batch.target_file, part, written, source.itemsize)
             at = _rows(part, target)
             self._add_rows(part.message, at, written)

@@ -189,22 +189,25 @@ class Read:
         self._files = files
         self._buffer = memoryview(bytearray(nbytes))
         self._used = 0
+        self._last = -1
+        self._handle: Handle
 
     def fetch(self, file: int, offset: int, nbytes: int) -> memoryview:
         """See :meth:`Fetcher.fetch`."""
         assert self._used + nbytes <= len(self._buffer), "the buffer wasn't reset"
         into = self._buffer[self._used : self._used + nbytes]
         self._used += nbytes
-        done = 0
-        handle = self._files.handle(file)
-        while done < nbytes:
-            try:
-                got = os.preadv(handle.fd, [into[done:]], offset + done)
-            except OSError as error:
-                raise source_error(error, self._files.path(file)) from error
-            if not got:
-                raise _short(self._files.path(file), offset + done, nbytes - done)
-            done += got
+        if file != self._last:
+            self._handle, self._last = self._files.handle(file), file
+        try:
+            done = os.preadv(self._handle.fd, [into], offset)
+            while done < nbytes:
+                got = os.preadv(self._handle.fd, [into[done:]], offset + done)
+                if not got:
+                    raise _short(self._files.path(file), offset + done, nbytes - done)
+                done += got
+        except OSError as error:
+            raise source_error(error, self._files.path(file)) from error
         return into
 
     def full(self) -> bool:

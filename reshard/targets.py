@@ -59,17 +59,13 @@ class TargetFiles:
                 found = self._open[file] = Handle(fd)
             return found
 
+    def opened(self, file: int) -> Target:
+        """A file to write to; it stays open until it is finished and this is dropped."""
+        return Target(self._handle(file), self._path(file))
+
     def write(self, file: int, parts: Sequence[memoryview], offset: int) -> None:
         """Write neighbouring bytes at an offset of a file."""
-        handle = self._handle(file)
-        total = sum(p.nbytes for p in parts)
-        try:
-            done = os.pwritev(handle.fd, parts, offset)
-            rest = memoryview(b"" if done == total else b"".join(parts))
-            while done < total:
-                done += os.pwrite(handle.fd, rest[done:], offset + done)
-        except OSError as error:
-            raise target_error(error, self._path(file)) from error
+        self.opened(file).write(parts, offset)
 
     def finish(self, file: int) -> None:
         """Close a file to which nothing more will be written."""
@@ -88,6 +84,33 @@ class TargetFiles:
         with self._lock:
             self._closed = True
             self._open.clear()
+
+
+class Target:
+    """An open file of a target.
+
+    Parameters
+    ----------
+    handle, path
+        The file, and where it lies.
+    """
+
+    __slots__ = ("_handle", "_path")
+
+    def __init__(self, handle: Handle, path: Path) -> None:
+        self._handle = handle
+        self._path = path
+
+    def write(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Write neighbouring bytes at an offset."""
+        total = sum(p.nbytes for p in parts)
+        try:
+            done = os.pwritev(self._handle.fd, parts, offset)
+            rest = memoryview(b"" if done == total else b"".join(parts))
+            while done < total:
+                done += os.pwrite(self._handle.fd, rest[done:], offset + done)
+        except OSError as error:
+            raise target_error(error, self._path) from error
 
 
 def make_file(path: Path, nbytes: int, *, keep: bool = False) -> int:

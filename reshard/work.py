@@ -13,7 +13,7 @@ from reshard.copies import PROOF, Batch
 from reshard.plan import Plan
 from reshard.record import Recorder
 
-SHARE = 64 << 20
+SHARE = 8 << 20
 """Bytes of one file that a worker takes at a time."""
 
 
