@@ -25,6 +25,18 @@ def _conversion(verb: Callable[..., Any]) -> Callable[..., Any]:
         *([_DRY_RUN] if verb.__name__ == "convert" else []),
         casting,
         click.option(
+            "--optimizer",
+            is_flag=True,
+            help="Write the optimizer's state too, in formats that hold it on request "
+            "(safetensors, torch).",
+        ),
+        click.option(
+            "--expert-parallel",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Degree of expert parallelism of the target; by default the source's.",
+        ),
+        click.option(
             "--tag", metavar="NAME", help="Name of the checkpoint, where a format has one."
         ),
         click.option(
@@ -32,7 +44,7 @@ def _conversion(verb: Callable[..., Any]) -> Callable[..., Any]:
             "format_name",
             type=FormatName(writable=True),
             metavar="FORMAT",
-            help="native, deepspeed or safetensors; by default the source's, if that fits.",
+            help="Such as native, deepspeed or torch; by default the source's, if that fits.",
         ),
         click.option(
             "--stage", type=click.IntRange(0, 3), metavar="N", help="ZeRO stage of the target."
@@ -102,6 +114,8 @@ def _run(
     stage: int | None,
     format_name: str | None,
     tag: str | None,
+    expert_parallel: int | None,
+    optimizer: bool,
     dtype: str | None,
     keep_fp32: tuple[str, ...],
     drop: tuple[str, ...],
@@ -122,6 +136,8 @@ def _run(
         dtype=dtype,
         keep=keep_fp32,
         tag=tag,
+        expert_parallel=expert_parallel,
+        optimizer=optimizer,
         drop=drop,
         replicas=replicas,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from reshard.format import Loss
+from reshard.format import AS_WRITTEN, Loss
 from reshard.formats._deepspeed_write_state import State, section
 from reshard.layout import CLIENT, MASTER, PARAM, TensorKey, key_text
 from reshard.manifest import Manifest
@@ -87,7 +87,7 @@ def _objects(state: State) -> Iterator[Loss]:
             )
     objects = state.source.objects
     for key in objects:
-        if key not in OBJECTS:
+        if key not in OBJECTS and not key.endswith(AS_WRITTEN):
             yield Loss(key, "DeepSpeed's files have no place for it")
     for key in section(objects, "per_rank"):
         if key != CLIENT:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from reshard.box import Shape
 from reshard.dtypes import FLOATS, DType
 from reshard.errors import RequestError, UnsupportedError
-from reshard.format import Loss, Request, optimizer_states, weights_state
+from reshard.format import AS_WRITTEN, Loss, Request, optimizer_states, weights_state
 from reshard.formats._safetensors_header import METADATA
 from reshard.formats._safetensors_json import is_text
 from reshard.formats._safetensors_notes import Notes, label_of
@@ -64,7 +64,7 @@ class Item:
 
 def choose(source: Manifest, request: Request) -> list[Item]:
     """The tensors to write, in the order of their names."""
-    items = [*_weights(source, request), *_buffers(source)]
+    items = [*weights_of(source, request), *buffers_of(source)]
     if request.optimizer:
         items += _optimizer(source, items)
     if not items:
@@ -74,7 +74,8 @@ def choose(source: Manifest, request: Request) -> list[Item]:
     return sorted(items, key=lambda i: natural_order(i.label))
 
 
-def _weights(source: Manifest, request: Request) -> Iterator[Item]:
+def weights_of(source: Manifest, request: Request) -> Iterator[Item]:
+    """One weight a name: the state that is asked for, or the best that there is."""
     state = weights_state(source, request)
     trained = {n for n, s in source.tensors if s not in (PARAM, BUFFER, CLIENT)}
     if request.state is not None and request.state not in source.states:
@@ -106,7 +107,8 @@ def _weights(source: Manifest, request: Request) -> Iterator[Item]:
         )
 
 
-def _buffers(source: Manifest) -> Iterator[Item]:
+def buffers_of(source: Manifest) -> Iterator[Item]:
+    """All buffers, of whatever type."""
     for key, tensor in source.tensors.items():
         if key[1] == BUFFER:
             yield Item(label_of(key), key, tensor, tensor.dtype)
@@ -177,7 +179,7 @@ def losses(source: Manifest, request: Request, items: Iterable[Item]) -> Iterato
         why = "a safetensors file has no place for the optimizer's settings and step counts"
         yield Loss("groups", why, harmless=not request.optimizer)
     for name in source.objects:
-        if name != OBJECTS:
+        if name != OBJECTS and not name.endswith(AS_WRITTEN):
             yield Loss(name, "a safetensors file holds the model only", harmless=True)
     for note in source.notes:
         if note.kind == "left-out":

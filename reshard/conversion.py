@@ -51,7 +51,7 @@ class Wanted:
         Of the target; ``None`` for the source's.
     dtype, keep
         Cast the weights to this type, except names that match one of these globs.
-    state, optimizer, max_shard_bytes, tag
+    state, optimizer, max_shard_bytes, tag, expert_parallel
         See :class:`~reshard.format.Request`.
     drop
         Globs of losses that are accepted.
@@ -71,6 +71,7 @@ class Wanted:
     optimizer: bool = False
     max_shard_bytes: int | None = None
     tag: str | None = None
+    expert_parallel: int | None = None
     drop: tuple[str, ...] = ()
     replicas: Replicas = "equal"
     derived: bool = True
@@ -86,6 +87,7 @@ class Wanted:
             optimizer=self.optimizer,
             max_shard_bytes=self.max_shard_bytes,
             tag=self.tag,
+            expert_parallel=self.expert_parallel,
         )
 
 

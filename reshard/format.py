@@ -189,6 +189,10 @@ class Format(Protocol):
         ...
 
 
+AS_WRITTEN = ".as_written"
+"""How the names of a manifest's objects end that say how a format wrote what it held (its names of
+keys, an order): no state, so that another format may leave them out without a loss."""
+
 WEIGHT_STATES = (MASTER, PARAM)
 """States that can be exported as the weights, best first."""
 

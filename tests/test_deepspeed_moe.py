@@ -59,19 +59,9 @@ REAL = "moe_z2_p4_ep2_bf16"
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, slots=True)
-class Dealt(Wanted):
-    """A conversion to another degree of expert parallelism."""
-
-    expert_parallel: int | None = None
-
-    def request(self) -> Request:
-        return replace(Wanted.request(self), expert_parallel=self.expert_parallel)
-
-
 def convert(source: Manifest | Path, target: Path, **wanted: Any) -> Manifest:
     manifest = open_manifest(source) if isinstance(source, Path) else source
-    asked = Dealt(format=wanted.pop("format", "deepspeed"), **wanted)
+    asked = Wanted(format=wanted.pop("format", "deepspeed"), **wanted)
     planned(manifest, target, asked, FAST, formats()).run()
     return open_manifest(target)
 
