@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.box import Shape
+from reshard.decoded import Decoder
 from reshard.dtypes import DType
 from reshard.errors import NotFoundError
 from reshard.layout import Entry, FlatSpace, Layout
@@ -66,8 +67,8 @@ class Builder:
     groups: list[ParamGroup] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    _files: dict[str, int] = field(default_factory=dict)
-    _sizes: list[int] = field(default_factory=list)
+    _index: dict[str, int] = field(default_factory=dict)
+    _files: list[File] = field(default_factory=list)
     _regions: dict[tuple[int, int], tuple[int, int, int, int | None, str]] = field(
         default_factory=dict
     )
@@ -75,14 +76,19 @@ class Builder:
     def file(self, path: Path) -> int:
         """The index of a file below the root (or of the root itself)."""
         name = "" if path == self.root else path.relative_to(self.root).as_posix()
-        index = self._files.get(name)
+        index = self._index.get(name)
         if index is None:
-            index = self._files[name] = len(self._sizes)
+            index = self._index[name] = len(self._files)
             try:
-                self._sizes.append(path.stat().st_size)
+                self._files.append(File(name, path.stat().st_size))
             except OSError as error:
                 raise NotFoundError(f"can't be read: {error.strerror}", where=path) from error
         return index
+
+    def encoded(self, path: str, nbytes: int, decoder: Decoder) -> int:
+        """The index of an encoded file, a new one each time (see :class:`~reshard.store.File`)."""
+        self._files.append(File(path, nbytes, decoder))
+        return len(self._files) - 1
 
     def region(self, file: int, offset: int, nbytes: int, value: int | None, label: str) -> None:
         """A byte range of a file with its checksum; the same one may come again."""
@@ -137,7 +143,7 @@ class Builder:
             format=self.format,
             root=self.root,
             layout=Layout(tuple(self.spaces), dict(mesh), stage),
-            files=tuple(File(n, s) for n, s in zip(self._files, self._sizes, strict=True)),
+            files=tuple(self._files),
             stores=self.stores,
             groups=tuple(self.groups),
             aliases=self.aliases,

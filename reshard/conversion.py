@@ -20,7 +20,7 @@ from reshard.dtypes import dtype as dtype_named
 from reshard.errors import InconsistentError, RequestError, TargetError, UnsupportedError
 from reshard.execute import Options, Result, execute
 from reshard.format import Casts, Draft, Format, Loss, Request
-from reshard.identity import Mark, identity, marks
+from reshard.identity import Mark, identity, marks, stored_files
 from reshard.journal import Journal
 from reshard.layout import MASTER, PARAM, TensorKey
 from reshard.manifest import Manifest
@@ -177,11 +177,12 @@ class Job:
 
     def _check_unchanged(self, seen: Sequence[Mark]) -> None:
         """Refuse to commit what was read of files that were written to meanwhile."""
-        for file, (before, now) in enumerate(zip(seen, marks(self.source), strict=True)):
+        files = stored_files(self.source)
+        for file, before, now in zip(files, seen, marks(self.source), strict=True):
             if before[:3] != now[:3]:  # a new name or new permissions don't matter
                 raise InconsistentError(
                     "was changed while it was read",
-                    where=self.source.path(file),
+                    where=file,
                     hint="begin again when nothing writes to the checkpoint any more",
                 )
 

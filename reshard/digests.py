@@ -120,7 +120,7 @@ class _Survey:
         target = _onto_itself(manifest)
         itself = [(key, key) for key in manifest.tensors if key not in target.tensors]
         self._plan = Plan(manifest, target, proofs=(*itself, *roundings))
-        self._files = SourceFiles(manifest)
+        self._files = SourceFiles(manifest, memory=options.max_memory // 4)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._nbytes = 0

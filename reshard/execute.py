@@ -161,7 +161,8 @@ class _Execution:
     ) -> None:
         self._plan = plan
         self._options = options
-        self._files = SourceFiles(plan.source)
+        memory = options.max_memory // 4  # of the limit: decoded files; the rest is as before
+        self._files = SourceFiles(plan.source, memory=memory, scratch=_scratch(plan, folder))
         self._read = options.read or way_to_read(plan.source.root)
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -245,6 +246,13 @@ class _Execution:
             except IndexError:  # another thread was faster
                 return
             check_region(self._plan, region, fetcher, self._options.step)
+
+
+def _scratch(plan: Plan, folder: Path) -> Path | None:
+    """Where decoded files lie that are too large for memory: on the target's disk, if any."""
+    if not plan.target.files:
+        return None
+    return folder if folder.is_dir() else folder.parent
 
 
 def in_threads(tasks: Sequence[Callable[[], None]], stop: threading.Event) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import reshard
@@ -62,8 +63,20 @@ def identity(plan: Plan, marks: Iterable[Mark], *, verify: bool) -> dict[str, st
     }
 
 
+def stored_files(manifest: Manifest) -> list[Path]:
+    """Every file on the disk that a checkpoint's payload depends on, once."""
+    found = dict.fromkeys(
+        manifest.path(index) for index, file in enumerate(manifest.files) if file.decoder is None
+    )
+    decoders = [file.decoder for file in manifest.files if file.decoder is not None]
+    shared = {id(paths): paths for paths in [decoder.stored for decoder in decoders]}
+    for paths in shared.values():
+        found.update(dict.fromkeys(manifest.root / path for path in paths))
+    return list(found)
+
+
 def marks(manifest: Manifest) -> list[Mark]:
-    """The marks that a checkpoint's files bear, in their order.
+    """The marks that a checkpoint's files bear, in the order of :func:`stored_files`.
 
     The time of the last change of the status is among them: no program can set it back.
 
@@ -73,8 +86,7 @@ def marks(manifest: Manifest) -> list[Mark]:
         If a file is gone.
     """
     found: list[Mark] = []
-    for file in range(len(manifest.files)):
-        path = manifest.path(file)
+    for path in stored_files(manifest):
         try:
             status = os.stat(path)
         except OSError as error:

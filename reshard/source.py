@@ -3,6 +3,7 @@
 Two ways with one face. :class:`Mapped` maps a file and hands out slices of the page cache: no
 copy, no memory of our own. :class:`Read` reads into a buffer that is used again: for network
 file systems, where a page fault that fails would kill the process instead of raising an error.
+Both serve encoded files from :mod:`reshard.decoded`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Literal, Protocol
 
+from reshard.decoded import MEMORY, Decoded, DecodedFiles
 from reshard.errors import CorruptError, NotFoundError, ReshardError
 from reshard.manifest import Manifest
 
@@ -44,10 +46,22 @@ class Fetcher(Protocol):
 
 
 class SourceFiles:
-    """The open files of a manifest, shared by threads; the least recently used are closed."""
+    """The open files of a manifest, shared by threads; the least recently used are closed.
 
-    def __init__(self, manifest: Manifest) -> None:
+    Parameters
+    ----------
+    manifest
+        The checkpoint.
+    memory, scratch
+        Where encoded files are kept when they are decoded: see
+        :class:`~reshard.decoded.DecodedFiles`.
+    """
+
+    def __init__(
+        self, manifest: Manifest, *, memory: int = MEMORY, scratch: Path | None = None
+    ) -> None:
         self._manifest = manifest
+        self._decoded = DecodedFiles(manifest.root, memory, scratch)
         self._lock = threading.Lock()
         self._maps: OrderedDict[int, _Map] = OrderedDict()
         self._fds: OrderedDict[int, Handle] = OrderedDict()
@@ -71,6 +85,10 @@ class SourceFiles:
 
     def map(self, file: int) -> memoryview:
         """The whole file as mapped memory."""
+        if self.encoded(file):
+            view = self._decode(file).view
+            assert view is not None
+            return view
         with self._lock:
             found = self._maps.get(file)
             if found is None:
@@ -84,8 +102,12 @@ class SourceFiles:
 
     def release(self, file: int, low: int, high: int) -> None:
         """Unmap the pages of bytes ``[low, high)`` of a file, if it is still mapped."""
-        with self._lock:
-            found = self._maps.get(file)
+        found: _Map | Decoded | None
+        if self.encoded(file):
+            found = self._decoded.find(file)
+        else:
+            with self._lock:
+                found = self._maps.get(file)
         if found is not None and found.memory is not None and high > low:
             low -= low % mmap.PAGESIZE
             found.memory.madvise(mmap.MADV_DONTNEED, low, high - low)
@@ -101,6 +123,18 @@ class SourceFiles:
             else:
                 self._fds.move_to_end(file)
             return found
+
+    def encoded(self, file: int) -> bool:
+        """Whether a file has to be decoded: it can be mapped, and has no handle."""
+        return self._manifest.files[file].decoder is not None
+
+    def _decode(self, file: int) -> Decoded:
+        what, path = self._manifest.files[file], self.path(file)
+        assert what.decoder is not None
+        try:
+            return self._decoded.get(file, what.decoder, what.nbytes, path)
+        except OSError as error:
+            raise source_error(error, path) from error
 
     def path(self, file: int) -> Path:
         """Where a file lies."""
@@ -197,6 +231,12 @@ class Read:
         assert self._used + nbytes <= len(self._buffer), "the buffer wasn't reset"
         into = self._buffer[self._used : self._used + nbytes]
         self._used += nbytes
+        if self._files.encoded(file):
+            found = self._files.map(file)[offset : offset + nbytes]
+            if len(found) != nbytes:
+                raise _short(self._files.path(file), offset + len(found), nbytes - len(found))
+            into[:] = found
+            return into
         if file != self._last:
             self._handle, self._last = self._files.handle(file), file
         try:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.box import Shape
+from reshard.decoded import Decoder
 from reshard.ruler import ALL, Cut, Ints, Pieces, cut_at, ints
 
 
@@ -24,13 +25,17 @@ class File:
     Parameters
     ----------
     path
-        Relative to the checkpoint's root, with ``/``; never absolute, never with ``..``.
+        Relative to the checkpoint's root, with ``/``; never absolute, never with ``..``. Of an
+        encoded file only messages use it: several may have the same one.
     nbytes
-        Its size.
+        Its size; of an encoded file, when it is decoded.
+    decoder
+        What makes the bytes of an encoded file; ``None`` for bytes that lie there as they are.
     """
 
     path: str
     nbytes: int
+    decoder: Decoder | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,359 @@
+"""Are encoded files served as if their bytes lay on the disk, and what goes wrong with them?
+
+Real checkpoints are compressed file by file, and everything that the core does with them has to
+come out as it does for the files as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from encoded import Unzip, encode
+
+import reshard
+from reshard import Options, Wanted, conversion, decoded
+from reshard.api import open_manifest
+from reshard.checkpoint import Checkpoint
+from reshard.decoded import DecodedFiles, Write
+from reshard.digests import survey
+from reshard.errors import (
+    CorruptError,
+    InconsistentError,
+    NotFoundError,
+    ReshardError,
+    TargetError,
+)
+from reshard.identity import marks, stored_files
+from reshard.manifest import Manifest
+from reshard.store import File
+
+WANTED = Wanted(world=3, stage=3, format="native")
+
+
+@pytest.fixture(scope="module")
+def plain(golden_dir: Path) -> Manifest:
+    return open_manifest(golden_dir / "z2_p4_bf16" / "ckpt")
+
+
+@pytest.fixture(params=["in memory", "on disk"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where decoded files are kept."""
+    if request.param == "on disk":
+        monkeypatch.setattr(decoded, "SMALL", 0)
+    return request.param
+
+
+def convert(source: Manifest, target: Path, read: Any = None, workers: int = 2) -> reshard.Report:
+    options = Options(sync=False, read=read, workers=workers)
+    return reshard.convert(source, target, WANTED, options)
+
+
+def read_all(manifest: Manifest) -> None:
+    for key in manifest.tensors:
+        Checkpoint(manifest)[key].numpy()
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("read", ["map", "read"])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_converts_to_the_same_files(
+    plain: Manifest, tmp_path: Path, read: Any, workers: int
+) -> None:
+    calls: Counter[str] = Counter()
+    source = encode(plain, tmp_path / "encoded", calls)
+    convert(plain, tmp_path / "a")
+    done = convert(source, tmp_path / "b", read=read, workers=workers)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert done.regions_checked  # checksums of the decoded bytes
+    # once for the small replicas, which are compared first, and once for the pass itself
+    assert set(calls.values()) <= {1, 2}
+    assert len(calls) == len(source.files)
+
+
+@pytest.mark.usefixtures("place")
+def test_slices_are_read(plain: Manifest, tmp_path: Path) -> None:
+    found, expected = Checkpoint(encode(plain, tmp_path / "encoded")), Checkpoint(plain)
+    for key in plain.tensors:
+        a, b = found[key], expected[key]
+        assert a.numpy().tobytes() == b.numpy().tobytes(), key
+        if a.shape:
+            assert a[1:3].tobytes() == b[1:3].tobytes(), key
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("read", ["map", "read"])
+def test_digests_are_the_same(plain: Manifest, tmp_path: Path, read: Any) -> None:
+    found = survey(encode(plain, tmp_path / "encoded"), Options(read=read))
+    expected = survey(plain)
+    assert found.digests == expected.digests
+    assert found.regions_checked == expected.regions_checked > 0
+    assert not found.damaged
+
+
+def test_a_flipped_bit_that_decodes(plain: Manifest, tmp_path: Path) -> None:
+    """Checksums are of the decoded bytes: what the encoding doesn't notice, they do."""
+    source = encode(plain, tmp_path / "encoded")
+    path = tmp_path / "encoded" / "0.z"
+    content = bytearray(zlib.decompress(path.read_bytes()))
+    content[len(content) // 2] ^= 4
+    path.write_bytes(zlib.compress(bytes(content)))
+    with pytest.raises(CorruptError):
+        convert(source, tmp_path / "target")
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda data: data[: len(data) // 2], "decodes to"),
+        (lambda data: b"\0" + data[1:], "can't be decoded"),
+        (lambda data: zlib.compress(zlib.decompress(data)[:-1]), "decodes to"),
+        (lambda data: zlib.compress(zlib.decompress(data) + b"x"), "decodes to more than"),
+        (lambda data: zlib.compress(bytes(1 << 24)), "decodes to more than"),
+        (lambda data: b"", "decodes to 0 bytes"),
+    ],
+)
+def test_damage_is_named(
+    plain: Manifest, tmp_path: Path, damage: Callable[[bytes], bytes], says: str
+) -> None:
+    source = encode(plain, tmp_path / "encoded")
+    path = tmp_path / "encoded" / "1.z"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CorruptError, match=says) as caught:
+        convert(source, tmp_path / "target")
+    assert caught.value.where == str(path)
+    assert not (tmp_path / "target").exists()
+    with pytest.raises(CorruptError, match=says):
+        read_all(source)
+
+
+def test_a_stored_file_that_is_gone(plain: Manifest, tmp_path: Path) -> None:
+    source = encode(plain, tmp_path / "encoded")
+    (tmp_path / "encoded" / "1.z").unlink()
+    with pytest.raises(NotFoundError, match=r"1\.z.*gone"):
+        convert(source, tmp_path / "target")
+    with pytest.raises(NotFoundError, match=r"1\.z.*gone"):
+        survey(source)
+
+
+def test_a_disk_without_room(
+    plain: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoded, "SMALL", 0)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(decoded.os, "pwrite", full)
+    with pytest.raises(TargetError, match=r"decoded bytes.*No space left(?s:.*)TMPDIR"):
+        survey(encode(plain, tmp_path / "encoded"))
+
+
+def test_nothing_stays_behind(
+    plain: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temporary files have no name, and lie beside the target, never in the source."""
+    monkeypatch.setattr(decoded, "SMALL", 0)
+    folders = set()
+    temporary = decoded.tempfile.TemporaryFile
+
+    def made(*given: Any, **named: Any) -> Any:
+        folders.add(named["dir"])
+        return temporary(*given, **named)
+
+    monkeypatch.setattr(decoded.tempfile, "TemporaryFile", made)
+    source = encode(plain, tmp_path / "encoded")
+    before = sorted(os.listdir(source.root))
+    convert(source, tmp_path / "target")
+    assert sorted(os.listdir(source.root)) == before
+    assert sorted(os.listdir(tmp_path)) == ["encoded", "target"]
+    beside = {f for f in folders if f is not None}
+    assert beside
+    assert all(f.is_relative_to(tmp_path) and not f.is_relative_to(source.root) for f in beside)
+
+
+def test_a_source_that_changed_meanwhile(
+    plain: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = encode(plain, tmp_path / "encoded")
+    move = conversion.execute
+
+    def moved(*given: Any) -> Any:
+        result = move(*given)
+        os.utime(tmp_path / "encoded" / "0.z", ns=(1, 1))
+        return result
+
+    monkeypatch.setattr(conversion, "execute", moved)
+    with pytest.raises(InconsistentError, match=r"0\.z.*changed while"):
+        convert(source, tmp_path / "target")
+
+
+def test_marks_are_of_the_stored_files_once(tmp_path: Path) -> None:
+    shared = ("a", "b")
+
+    class Value:
+        stored = shared
+
+        def decode(self, root: Path, write: Write) -> None: ...
+
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"x")
+    files = (File("a", 5, Value()), File("a", 9, Value()), File("c", 1))
+    manifest = Manifest("none", tmp_path, reshard.layout.Layout((), {}), files, {})
+    assert set(stored_files(manifest)) == {tmp_path / n for n in "abc"}
+    assert len(marks(manifest)) == 3
+    (tmp_path / "b").unlink()
+    with pytest.raises(ReshardError, match="gone"):
+        marks(manifest)
+
+
+# -- what is kept -------------------------------------------------------------------------------
+
+
+class Some:
+    """Decodes to ``nbytes`` of its number, and counts."""
+
+    stored = ()
+
+    def __init__(self, number: int, nbytes: int, calls: Counter[int]) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self._calls = calls
+
+    def decode(self, root: Path, write: Write) -> None:
+        self._calls[self.number] += 1
+        write(bytes([self.number]) * self.nbytes)
+
+
+def ask(files: DecodedFiles, some: Some) -> memoryview:
+    found = files.get(some.number, some, some.nbytes, Path(str(some.number))).view
+    assert found is not None
+    assert found == bytes([some.number]) * some.nbytes
+    return found
+
+
+@pytest.mark.parametrize("where", ["memory", "disk", "few files"])
+def test_the_least_recently_used_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    if where != "memory":
+        monkeypatch.setattr(decoded, "SMALL", 0)
+    if where == "disk":
+        monkeypatch.setattr(decoded, "DISK", 300)
+    if where == "few files":
+        monkeypatch.setattr(decoded, "OPEN", 3)
+    calls: Counter[int] = Counter()
+    a, b, c, d, large = (Some(n, size, calls) for n, size in enumerate((100, 100, 100, 100, 299)))
+    files = DecodedFiles(tmp_path, memory=300)
+    held = ask(files, a)
+    for some in (b, c, a, a):
+        ask(files, some)
+    assert calls == {0: 1, 1: 1, 2: 1}
+    ask(files, d)  # b goes
+    ask(files, a)
+    assert calls == {0: 1, 1: 1, 2: 1, 3: 1}
+    ask(files, b)
+    assert calls[1] == 2
+    ask(files, large)
+    if where != "few files":
+        ask(files, a)
+        assert calls[0] == 2
+    assert held == bytes(100)  # a slice in use stays what it is
+    assert sum(f.view is not None for f in files._files.values()) <= 3
+
+
+def test_one_that_is_larger_than_all_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoded, "SMALL", 0)
+    monkeypatch.setattr(decoded, "DISK", 10)
+    calls: Counter[int] = Counter()
+    files, large = DecodedFiles(tmp_path), Some(1, 5000, calls)
+    for _ in range(3):
+        ask(files, large)
+    assert calls == {1: 1}
+
+
+def test_threads_wait_for_each_other(tmp_path: Path) -> None:
+    calls: Counter[int] = Counter()
+    files = DecodedFiles(tmp_path)
+    begun = threading.Barrier(8)
+
+    class Slow(Some):
+        def decode(self, root: Path, write: Write) -> None:
+            threading.Event().wait(0.05)
+            super().decode(root, write)
+
+    some = Slow(7, 100, calls)
+
+    def work() -> None:
+        begun.wait()
+        ask(files, some)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == {7: 1}
+
+
+def test_random_use_under_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is dropped, each answer is right, and the room is kept to."""
+    monkeypatch.setattr(decoded, "SMALL", 200)
+    monkeypatch.setattr(decoded, "DISK", 3000)
+    monkeypatch.setattr(decoded, "OPEN", 4)
+    rng = random.Random(5)
+    calls: Counter[int] = Counter()
+    some = [Some(n, rng.choice([0, 1, 150, 200, 201, 900, 2999]), calls) for n in range(40)]
+    files = DecodedFiles(tmp_path, memory=1000)
+
+    def work(seed: int) -> None:
+        chosen = random.Random(seed)
+        for _ in range(300):
+            ask(files, chosen.choice(some))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = [f for f in files._files.values() if f.view is not None]
+    on_disk = [len(f.view or b"") for f in kept if f.memory is not None]
+    assert len(on_disk) <= 4
+    assert sum(on_disk) <= 3000
+    assert sum(len(f.view or b"") for f in kept if f.memory is None) <= 1000
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """A file of 192 MiB is streamed: what is ours and not a file's stays small."""
+    nbytes = 192 << 20
+    (tmp_path / "0.z").write_bytes(zlib.compress(bytes(nbytes), 1))
+    files = DecodedFiles(tmp_path)
+    before = _anonymous()
+    found = files.get(0, Unzip("0.z", piece=1 << 10), nbytes, tmp_path / "0.z").view
+    assert found is not None
+    assert not np.frombuffer(found, np.uint8)[:: 1 << 12].any()
+    assert _anonymous() - before < 16 << 20
+
+
+def _anonymous() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("RssAnon:")[1].split()[0]) << 10
+
+
+def test_files_compare_by_what_they_are(plain: Manifest) -> None:
+    assert replace(plain.files[0]) == plain.files[0]
+    assert File("a", 1) != File("a", 1, Unzip("a"))
