@@ -3,7 +3,8 @@
 The spaces of a parameter group at one coordinate of the mesh (DeepSpeed cuts a group in
 sub-groups at stage 3) are joined and cut by the stage's rule: ``contiguous`` for stages 1 and 2,
 ``per_tensor`` for stage 3. Weights are replicated at stages 1 and 2 and cut at stage 3; buffers
-and client tensors are replicated at all. The axes other than ``shard`` stay as they are.
+and client tensors are replicated at all. The axes other than ``shard`` stay as they are. Boxes
+that make up a tensor together, as the chunks of a mesh do, become the whole tensor again.
 """
 
 from __future__ import annotations
@@ -75,6 +76,27 @@ def joined_groups(layout: Layout, experts: int = 1, kept: int = 1) -> list[Joine
                     f"{_states(found[key].states)} and {_states(space.states)}"
                 )
             found[key].entries.extend(entries)
+    for one in found.values():
+        one.entries = _pieced(one.entries)
+    return list(found.values())
+
+
+def _pieced(entries: list[Entry]) -> list[Entry]:
+    """Boxes that make up a whole tensor, as one entry where the first of them stands.
+
+    That no two of them overlap is proved before (:mod:`reshard.coverage`).
+    """
+    if all(entry.box is None for entry in entries):
+        return entries
+    there: dict[str, int] = {}
+    for entry in entries:
+        there[entry.name] = there.get(entry.name, 0) + entry.numel
+    found: dict[object, Entry] = {}
+    for i, entry in enumerate(entries):
+        if there[entry.name] == math.prod(entry.shape) > 0:
+            found.setdefault(entry.name, Entry(entry.name, entry.shape))
+        else:
+            found[i] = entry
     return list(found.values())
 
 
@@ -111,6 +133,8 @@ def ungrouped(
                 if key not in found:
                     found[key] = Joined(None, coords, {state: kind})
                 found[key].entries.append(entry)
+    for one in found.values():
+        one.entries = _pieced(one.entries)
     return list(found.values())
 
 

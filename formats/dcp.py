@@ -1,0 +1,175 @@
+"""PyTorch's distributed checkpoints (DCP): a folder with ``.metadata`` and ``*.distcp`` files.
+
+What FSDP2, HSDP, tensor parallelism and FSDP1's sharded state dicts are saved as. Neither torch is
+imported nor code from a file run. The parts: what the metadata say (``_dcp_metadata``), where in a
+blob a tensor's bytes are (``_dcp_blobs``), who held what (``_dcp_mesh``), what the keys mean
+(``_dcp_keys``), and how these become spaces (``_dcp_spaces``), parameter groups
+(``_dcp_optimizer``) and values (``_dcp_values``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from reshard.builder import Builder
+from reshard.collector import collector_paused
+from reshard.errors import IncompleteError, UnsupportedError
+from reshard.format import Draft, Found, Request
+from reshard.formats._dcp_blobs import Blobs, check_files, orphans
+from reshard.formats._dcp_keys import Keys, sort_keys
+from reshard.formats._dcp_mesh import Mesh, mesh_of
+from reshard.formats._dcp_metadata import METADATA, OF_RANK, Index, read
+from reshard.formats._dcp_optimizer import Group, Optimizers
+from reshard.formats._dcp_spaces import Spaces
+from reshard.formats._dcp_values import Script
+from reshard.layout import PARAM
+from reshard.manifest import Manifest
+
+OBJECTS = "dcp"
+"""The key of a manifest's objects under which stands what only this format needs."""
+
+_OTHER_LIBRARY = "metadata.pkl"
+_LATER = 60.0
+"""Seconds by which a data file must be younger than the metadata to be worth a note."""
+
+
+class Dcp:
+    """The format of torch's distributed checkpoints; see the module."""
+
+    name = "dcp"
+    title = "PyTorch's distributed checkpoints (DCP), as FSDP2 and FSDP save them"
+    writes = False
+    sharded = True
+
+    def detect(self, path: Path) -> Found | None:
+        """A folder with ``.metadata``, or with data files that should have one."""
+        if path.name == METADATA and path.is_file():
+            return Found(path.parent)
+        if not path.is_dir():
+            return None
+        names = {p.name for p in path.iterdir()}
+        if METADATA in names or any(OF_RANK.fullmatch(n) for n in names):
+            return Found(path)
+        if any(n.endswith(".distcp") for n in names):
+            return Found(path)
+        other = _OTHER_LIBRARY in names and any(n.startswith("model_") for n in names)
+        return Found(path) if other else None
+
+    @collector_paused()
+    def open(self, root: Path) -> Manifest:
+        """Read the metadata, the pickles of all values, and where in the files tensors begin."""
+        _refuse_others(root)
+        index = read(root)
+        check_files(root, index)
+        _refuse_local_state(root, index)
+        keys = sort_keys(index)
+        builder = Builder(self.name, root, algorithm="crc32")
+        mesh = mesh_of(index)
+        spaces = Spaces(builder, Blobs(root), mesh)
+        script = Script(spaces, index)
+        optimizers = Optimizers(spaces, script, index, keys.model.values())
+        groups = [optimizers.add(i, one) for i, one in enumerate(keys.optimizers)]
+        _check_model(root, keys, groups)
+        spaces.loose(PARAM, ((name, index.tensors[key]) for key, name in keys.model.items()))
+        script.add(keys.others)
+        _keep(builder, keys, groups)
+        _notes(builder, root, index)
+        return builder.build(_axes(mesh), 3 if mesh.cut else None)
+
+    def draft(self, source: Manifest, request: Request, target: Path) -> Draft:
+        """Not yet."""
+        raise UnsupportedError("this format is only read")
+
+
+FORMAT = Dcp()
+
+
+def _axes(mesh: Mesh) -> dict[str, int]:
+    axes = {"shard": mesh.shards}
+    if mesh.replicas > 1:
+        axes["replicate"] = mesh.replicas
+    return axes
+
+
+# -- what can't be read ---------------------------------------------------------------------------
+
+
+def _refuse_others(root: Path) -> None:
+    if (root / "metadata.json").is_file() and (root / "common.pt").is_file():
+        raise UnsupportedError(
+            "is a checkpoint of Megatron-Core, whose keys mean something else", where=root
+        )
+    if (root / _OTHER_LIBRARY).is_file() and not (root / METADATA).exists():
+        raise UnsupportedError(
+            "is a checkpoint of another library (torch_checkpointing), not of torch's own DCP",
+            where=root,
+            hint="load it with that library, and save it with torch.distributed.checkpoint",
+        )
+
+
+def _refuse_local_state(root: Path, index: Index) -> None:
+    flat = [key for key in index.tensors if key.rpartition(".")[2] == "_flat_param"]
+    if flat:
+        raise UnsupportedError(
+            f"holds FSDP1's local state ({flat[0]}): what each rank had in its flat parameters. "
+            "Names and shapes of the parameters aren't in it, and where they have keys of their "
+            "own, DCP kept one rank's part and dropped all others",
+            where=root,
+            hint="save it again with StateDictType.SHARDED_STATE_DICT",
+        )
+
+
+def _check_model(root: Path, keys: Keys, groups: list[tuple[Group, ...]]) -> None:
+    """Every parameter that an optimizer steps must be in the model, if there is one."""
+    there = set(keys.model.values())
+    names = dict.fromkeys(n for some in groups for group in some for n in group.names)
+    missing = [name for name in names if name not in there]
+    if there and missing:
+        raise IncompleteError(
+            f"the optimizer has {missing[0]!r} (and {len(missing) - 1} more), which the model "
+            f"({keys.prefix or 'at the top'}) lacks",
+            where=root,
+            hint="keys were lost from the metadata: save the checkpoint again",
+        )
+
+
+# -- what is kept beside tensors ------------------------------------------------------------------
+
+
+def _keep(builder: Builder, keys: Keys, groups: list[tuple[Group, ...]]) -> None:
+    """Where things stood, as far as it isn't the usual, and parameters without state."""
+    own: dict[str, Any] = {}
+    if keys.model and keys.prefix != "model.":
+        own["model"] = keys.prefix
+    prefixes = [list(o.prefix) for o in keys.optimizers]
+    if prefixes not in ([], [["optim"]]):
+        own["optimizers"] = prefixes
+    if any(o.flat for o in keys.optimizers):
+        own["flat"] = True
+    held = [{e.name for s in builder.spaces if s.group == i for e in s.entries}
+            for i in range(len(builder.groups))]  # fmt: skip
+    named = [list(group.names) for some in groups for group in some]
+    if any(set(names) != there for names, there in zip(named, held, strict=True)):
+        own["params"] = named
+    if own:
+        builder.objects[OBJECTS] = own
+
+
+def _notes(builder: Builder, root: Path, index: Index) -> None:
+    if left := orphans(root, index):
+        some = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        text = f"files of an earlier save that aren't part of this one: {some}"
+        builder.note("note", text, root.name)
+    metadata = root / METADATA
+    if not metadata.is_file():
+        return
+    when = metadata.stat().st_mtime
+    times = {name: (root / name).stat().st_mtime for name in {b.file for _, b in index.blobs()}}
+    later = sorted(name for name, time in times.items() if time > when + _LATER)
+    if later and min(times.values()) <= when:
+        text = (
+            f"written after {METADATA}, unlike others: {', '.join(later[:5])}. If a save into "
+            "this folder was interrupted, values of two steps are mixed"
+        )
+        builder.note("note", text, root.name)
