@@ -124,9 +124,12 @@ class Script:
             return
         builder = self._builder
         client = self.nested(keys)
-        builder.objects["client"] = client
         if type(client.get("step")) is int:
-            builder.objects["step"] = client["step"]
+            builder.objects["step"] = client.pop("step")
+        if isinstance(client.get("scheduler"), dict):
+            builder.objects["scheduler"] = client.pop("scheduler")
+        if client:
+            builder.objects["client"] = client
         ranks = self.copies(keys)
         if ranks > 1:
             self._per_rank([client, *(self.nested(keys, copy) for copy in range(1, ranks))])

@@ -4,7 +4,7 @@ What FSDP2, HSDP, tensor parallelism and FSDP1's sharded state dicts are saved a
 imported nor code from a file run. The parts: what the metadata say (``_dcp_metadata``), where in a
 blob a tensor's bytes are (``_dcp_blobs``), who held what (``_dcp_mesh``), what the keys mean
 (``_dcp_keys``), and how these become spaces (``_dcp_spaces``), parameter groups
-(``_dcp_optimizer``) and values (``_dcp_values``).
+(``_dcp_optimizer``) and values (``_dcp_values``). Writing begins in ``_dcp_write``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from reshard.formats._dcp_metadata import METADATA, OF_RANK, Index, read
 from reshard.formats._dcp_optimizer import Group, Optimizers
 from reshard.formats._dcp_spaces import Spaces
 from reshard.formats._dcp_values import Script
+from reshard.formats._dcp_write_keys import OBJECTS
 from reshard.layout import PARAM
 from reshard.manifest import Manifest
-
-OBJECTS = "dcp"
-"""The key of a manifest's objects under which stands what only this format needs."""
 
 _OTHER_LIBRARY = "metadata.pkl"
 _LATER = 60.0
@@ -39,7 +37,7 @@ class Dcp:
 
     name = "dcp"
     title = "PyTorch's distributed checkpoints (DCP), as FSDP2 and FSDP save them"
-    writes = False
+    writes = True
     sharded = True
 
     def detect(self, path: Path) -> Found | None:
@@ -78,8 +76,10 @@ class Dcp:
         return builder.build(_axes(mesh), 3 if mesh.cut else None)
 
     def draft(self, source: Manifest, request: Request, target: Path) -> Draft:
-        """Not yet."""
-        raise UnsupportedError("this format is only read")
+        """Lay out files as FSDP2 saves them, which torch's own ``dcp.load`` reads."""
+        from reshard.formats import _dcp_write
+
+        return _dcp_write.draft(source, request, target, self.name)
 
 
 FORMAT = Dcp()

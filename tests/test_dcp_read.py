@@ -14,14 +14,10 @@ from reshard.conversion import Wanted
 from reshard.execute import Options
 from tests import dcp_files as dcp
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch.distributed.checkpoint import state_dict as torch_state  # noqa: E402
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-
-from tests.ranks import run_ranks  # noqa: E402
+from tests.dcp_ranks import save_without_collectives
+from tests.ranks import run_ranks
 
 FAST = Options(sync=False)
 
@@ -106,7 +102,7 @@ def test_what_the_script_stored(real: Path) -> None:
     manifest = open_manifest(real / "fsdp2_p4" / "ckpt")
     client = manifest.objects["client"]
     assert client["sched"] == {"last_epoch": 3, "name": "cos", "lrs": [0.1, 0.2], "cfg": None}
-    assert client["step"] == manifest.objects["step"] == 3
+    assert manifest.objects["step"] == 3
     assert client["rng"].shape == (5056,)
     (note,) = [n for n in manifest.notes if n.where == "client"]
     assert "one rank's value" in note.text, "that other ranks' values are gone must be told"
@@ -153,44 +149,13 @@ def test_nothing_of_torch_is_imported(real: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(real / "fsdp2_p4" / "ckpt")], check=True)
 
 
-# -- what these ranks save themselves -------------------------------------------------------------
-
-
-class _Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(5, 7)
-        self.outer = torch.nn.Linear(7, 3)
-        self.register_buffer("seen", torch.tensor(7))
-
-    def forward(self, x: Any) -> Any:
-        return self.outer(torch.relu(self.inner(x)))
-
-
-def _trained() -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = _Model()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model(torch.ones(2, 5) * (1 + torch.distributed.get_rank())).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def _save_without_collectives(folder: str) -> Any:
-    model, optimizer = _trained()
-    weights, moments = torch_state.get_state_dict(model, optimizer)
-    rank = torch.distributed.get_rank()
-    state = {"model": weights, "optim": moments, "cursor": 10 + rank, "same": 4}
-    torch_save(state, checkpoint_id=folder, use_collectives=False)
-    return {n: p.full_tensor().numpy() for n, p in model.state_dict().items() if n != "seen"}
+# -- metadata of each rank ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def per_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("nocoll") / "ckpt"
-    return folder, run_ranks(_save_without_collectives, 2, str(folder))[0]
+    return folder, run_ranks(save_without_collectives, 2, str(folder))[0]
 
 
 def test_metadata_of_each_rank_are_joined(per_rank: tuple[Path, dict[str, Any]]) -> None:
@@ -200,6 +165,7 @@ def test_metadata_of_each_rank_are_joined(per_rank: tuple[Path, dict[str, Any]])
     assert checkpoint.world == 2
     for name, expected in weights.items():
         assert np.array_equal(checkpoint[name].numpy(), expected), name
+    assert {"exp_avg", "exp_avg_sq"} <= set(checkpoint.states)
     assert int(checkpoint["seen"].numpy()) == 7
     objects = checkpoint.objects
     assert objects["per_rank"] == {"client": {"cursor": [10, 11]}}, "only what differs"
