@@ -44,7 +44,7 @@ def _conversion(verb: Callable[..., Any]) -> Callable[..., Any]:
             "format_name",
             type=FormatName(writable=True),
             metavar="FORMAT",
-            help="Such as native, deepspeed or torch; by default the source's, if that fits.",
+            help="Such as native, deepspeed, dcp or torch; by default the source's, if that fits.",
         ),
         click.option(
             "--stage", type=click.IntRange(0, 3), metavar="N", help="ZeRO stage of the target."

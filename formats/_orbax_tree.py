@@ -60,7 +60,12 @@ class Leaf:
     @property
     def stored(self) -> bool:
         """Whether it is an array."""
-        return self.kind not in EMPTY and self.kind != "string"
+        return not self.empty and self.kind != "string"
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no value."""
+        return self.kind in EMPTY
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ def read(path: Path) -> Tree:
                 f"two leaves are stored as {leaf.path}: their keys have dots in them", where=path
             )
         paths.add(leaf.path)
-        if leaf.stored and not _is_name(leaf.path):
+        if leaf.stored and not is_name(leaf.path):
             raise UnsupportedError(f"a leaf is called {leaf.path[:80]!r}", where=path)
     return tree
 
@@ -132,7 +137,7 @@ def _leaf(entry: Mapping[str, Any]) -> Leaf:
     return Leaf(tuple(keys), kind)
 
 
-def _is_name(path: str) -> bool:
+def is_name(path: str) -> bool:
     """Whether it can be the name of one folder, inside of the checkpoint."""
     return path not in ("", ".", "..") and "/" not in path and "\0" not in path
 

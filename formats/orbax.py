@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from reshard.box import Box, strides_of
 from reshard.builder import Builder, Placed
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import CorruptError, IncompleteError, InconsistentError
 from reshard.format import Draft, Found, Request
 from reshard.formats import _orbax_tree as trees
+from reshard.formats import _orbax_write as writing
 from reshard.formats._orbax_store import DATABASE, Chunk, Database, Files, Values, check_chunks
 from reshard.formats._orbax_tree import METADATA, Keys
+from reshard.formats._orbax_write import COMMITTED, JSON_ITEM, OBJECTS, STRINGS
 from reshard.formats._zarr import V2, V3, Array, parse
-from reshard.layout import Entry
+from reshard.layout import Entry, TensorKey, key_text
 from reshard.manifest import Manifest
 
-OBJECTS = "orbax"
-"""The key of the manifest's objects that holds trees, texts and the script's own words."""
-
-STRINGS = "_strings.json"
-CHECKPOINT = "_CHECKPOINT_METADATA"
-COMMITTED = "commit_success.txt"
-JSON_ITEM = "metadata"
 UNFINISHED = ".orbax-checkpoint-tmp"
 
 _STEP = re.compile(r"(?:.*[_-])?([0-9]+)")
@@ -44,7 +40,7 @@ class Orbax:
 
     name = "orbax"
     title = "Orbax: a tree of arrays that a JAX program saved, or a manager's folder of steps"
-    writes = False
+    writes = True
     sharded = False
 
     def detect(self, path: Path) -> Found | None:
@@ -74,8 +70,8 @@ class Orbax:
         return reading.finish()
 
     def draft(self, source: Manifest, request: Request, target: Path) -> Draft:
-        """Not written."""
-        raise UnsupportedError("Orbax checkpoints can be read, but not written")
+        """Lay the tensors out as arrays of a tree."""
+        return writing.draft(source, request, target)
 
 
 FORMAT = Orbax()
@@ -113,6 +109,7 @@ class _Reading:
         self._builder = Builder(FORMAT.name, root)
         self._placed: dict[str, list[Placed]] = {}
         self._objects: dict[str, Any] = {}
+        self._digests: dict[TensorKey, int] = {}
 
     def tree(self, item: str, folder: Path, *, alone: bool) -> None:
         """Take the arrays and texts of a tree; its name goes before theirs if it isn't alone."""
@@ -127,15 +124,21 @@ class _Reading:
             for leaf in tree.leaves
             if leaf.stored
         }
-        found = trees.keys_of({keys: array.shape for keys, array in arrays.items()})
-        if not alone:
+        noted = writing.read_sidecar(folder, tree)
+        found = noted.keys or trees.keys_of({k: array.shape for k, array in arrays.items()})
+        if taken := self._digests.keys() & noted.digests.keys():
+            raise InconsistentError(
+                f"{key_text(min(taken))} is in two trees of the step", where=folder
+            )
+        self._digests.update(noted.digests)
+        if not alone and not noted.keys:
             found = {keys: (f"{item}.{name}", state) for keys, (name, state) in found.items()}
         for keys, array in arrays.items():
             self._place(values, folder, keys, array, found[keys])
         if not (folder / COMMITTED).is_file():
             self._builder.note("note", "has no commit marker", COMMITTED)
         self._objects[item] = {
-            "tree": trees.to_objects(tree.leaves, found),
+            "tree": trees.to_objects(noted.tree.leaves, found),
             "strings": self._strings(tree, folder),
             "custom": tree.custom,
         }
@@ -200,7 +203,7 @@ class _Reading:
         for state, placed in self._placed.items():
             self._builder.add_placed(state, state, placed)
         self._builder.objects[OBJECTS] = self._objects
-        return self._builder.build({"shard": 1}, None)
+        return replace(self._builder.build({"shard": 1}, None), digests=self._digests)
 
 
 def _whole(box: Box, array: Array) -> bool:
