@@ -28,7 +28,10 @@ from torch._C._distributed_c10d import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["pytest", "numpy", "torch._dynamo", "torch.nn.parallel", "torch.distributed.optim"]
+    [
+        *("pytest", "numpy", "torch._dynamo", "torch.nn.parallel", "torch.distributed.optim"),
+        "torch.distributed.pipelining",
+    ]
 )
 
 

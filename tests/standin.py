@@ -89,6 +89,7 @@ class Standin:
     """See the module."""
 
     stage = 3
+    pipeline = (0, 1)
 
     def __init__(
         self,

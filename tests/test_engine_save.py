@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import reshard
 from reshard.digest import CRC64NVME
-from reshard.engine import save as saving
+from reshard.engine import board
 from reshard.engine.save import save
 from reshard.engine.state import NotAtSafePoint
 from reshard.engine.writer import SliceWriter
@@ -315,7 +317,7 @@ def test_a_failure_at_the_very_end(
     def fail(*_: Any) -> None:
         raise TargetError("no more", where=what)
 
-    monkeypatch.setattr(saving.native, what, fail)
+    monkeypatch.setattr(native, what, fail)
     for error in failing(tmp_path, 3, lambda engine, settings: None):
         assert isinstance(error, TargetError)
         assert "no more" in str(error)
@@ -323,18 +325,54 @@ def test_a_failure_at_the_very_end(
 
 
 def test_a_rank_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "PATIENCE", 0.3)
-    plain = saving._Board.tell
+    """As one that was killed: neither word nor sign."""
+    monkeypatch.setattr(board, "PATIENCE", 0.3)
+    plain, alive = board.Board.tell, board.Board.alive
 
     def silent(self: Any, what: Any) -> None:
         if self._rank != 1:
             plain(self, what)
 
-    monkeypatch.setattr(saving._Board, "tell", silent)
+    monkeypatch.setattr(board.Board, "tell", silent)
+    monkeypatch.setattr(
+        board.Board, "alive", lambda self: alive(self) if self._rank != 1 else nullcontext()
+    )
     for error in failing(tmp_path, 3, lambda engine, settings: None):
         assert isinstance(error, ReshardError)
         assert "no sign of rank" in str(error)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_rank_that_is_only_slow_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "PATIENCE", 0.5)
+    monkeypatch.setattr(board, "PULSE", 0.02)
+    plain = SliceWriter.write
+
+    def slow(self: Any, sources: Any) -> Any:
+        if self._shard == 1:
+            time.sleep(1.5)
+        return plain(self, sources)
+
+    monkeypatch.setattr(SliceWriter, "write", slow)
+    saved(tmp_path / "ck", 3)
+    assert reshard.verify(tmp_path / "ck").problems == ()
+
+
+def test_two_engines_save_in_one_process_group(tmp_path: Path) -> None:
+    """What the first one's ranks told each other isn't taken for the second one's."""
+
+    def run(rank: int, meeting: Meeting) -> None:
+        for number in range(2):
+            engine = Standin(rank, meeting, seed=number)
+            if rank == 1:
+                time.sleep(0.1 * number)
+            save(engine, tmp_path / f"ck{number}")
+
+    good(on_ranks(2, run))
+    for number in range(2):
+        assert reshard.verify(tmp_path / f"ck{number}").problems == ()
 
 
 # -- the real engine ------------------------------------------------------------------------------

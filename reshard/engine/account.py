@@ -75,12 +75,17 @@ class Account:
     @property
     def rank(self) -> int:
         """The number of this rank among all."""
-        return self._core.world.rank
+        return self._core.ranks.all.rank
 
     @property
     def size(self) -> int:
         """How many ranks there are in all."""
-        return self._core.world.size
+        return self._core.ranks.all.size
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """Which stage of a pipeline this is, of how many."""
+        return self._core.ranks.part, self._core.ranks.parts
 
     @property
     def shard(self) -> int:
@@ -95,7 +100,7 @@ class Account:
     @property
     def replica(self) -> int:
         """Which of the groups with all slices this rank belongs to."""
-        return self._core.ranks.replica if self.stage else self.rank
+        return self._core.ranks.replica if self.stage else self._core.world.rank
 
     @property
     def stage(self) -> int:
@@ -163,7 +168,7 @@ class Account:
 
     def exchange(self, data: Any, label: str) -> list[Any]:
         """What each of all ranks said, in rank order."""
-        return self._core.world.exchange(data, label)
+        return self._core.ranks.all.exchange(data, label)
 
     def states(self, flat: Flat) -> Mapping[str, torch.dtype]:
         """States that this rank holds of a flat: ``master`` and the optimizer's, or ``param``."""

@@ -69,14 +69,27 @@ def check_same(world: Transport, model: Module, settings: Sequence[str]) -> None
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         trained = ", trained" if value.requires_grad else ""
         own.append(f"{name}: {tuple(value.shape)} {value.dtype}{trained}")
-    said = world.exchange(own, "model")
+    compare(
+        world, own, "model", "make the same model, with the same parameters frozen, on every rank"
+    )
+
+
+def compare(world: Transport, own: Sequence[str], label: str, hint: str) -> None:
+    """Make sure that all ranks say the same.
+
+    Raises
+    ------
+    InconsistentError
+        With the first thing that two ranks say differently.
+    """
+    said = world.exchange(list(own), label)
     for rank, other in enumerate(said):
         if other != said[0]:
             pairs = zip([*said[0], "nothing more"], [*other, "nothing more"], strict=False)
             first, differs = next((a, b) for a, b in pairs if a != b)
             raise InconsistentError(
                 f"ranks made different engines: rank 0 has {first!r}, rank {rank} has {differs!r}",
-                hint="make the same model, with the same parameters frozen, on every rank",
+                hint=hint,
             )
 
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from reshard.engine.assembly import assemble, check_parameter, check_same, share, tied_names
+from reshard.engine.assembly import (
+    assemble,
+    check_parameter,
+    check_same,
+    compare,
+    share,
+    tied_names,
+)
 from reshard.engine.core import Core
 from reshard.engine.optimizer import Groups, Pieces, resolve_groups
 from reshard.engine.precision import Precision
@@ -62,6 +69,9 @@ def build(
     settings, group_of = resolve_groups(model, groups)
     found = units(model, rule)
     names = [unit.label for unit in found]
+    if where.parts > 1:
+        own = [f"{stage=}", f"{clip_norm=}", f"{precision=}", f"{len(settings)} groups"]
+        compare(where.all, own, "settings", "give the same settings on every stage of the pipeline")
     check_same(
         where.world,
         model,

@@ -66,7 +66,7 @@ class Core:
 
     @property
     def world(self) -> Counting:
-        """All ranks."""
+        """All ranks that train this part of the model."""
         return self.ranks.world
 
     @property

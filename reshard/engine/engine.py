@@ -64,7 +64,8 @@ class ZeroEngine(Account):
         Which parameters travel together; see :data:`reshard.engine.units.UnitRule`.
     mesh
         A device mesh with the axis ``shard``, or ``replicate`` and ``shard``, or the groups of a
-        :class:`~reshard.engine.topology.Topology`; by default all ranks divide one copy.
+        :class:`~reshard.engine.topology.Topology`; by default all ranks divide one copy. With the
+        groups of a pipeline the model is this rank's stage (see :meth:`pipelined`).
     prefetch
         How many units are gathered ahead at stage 3.
     precision
@@ -157,15 +158,11 @@ class ZeroEngine(Account):
         scale = core.scale.value
         scaled: Any = loss if scale == 1.0 else loss * scale
         hook = scaled.register_hook(core.reducer.outermost)
-        core.reducer.begin(sync=self._sync, partial=partial)
         try:
-            if core.residency is not None:
-                core.residency.begin("backward")
+            self._begin_backward(partial=partial)
             with self._saving_handles():  # what is recomputed is saved once more
                 scaled.backward(retain_graph=retain_graph)
-            if core.residency is not None:
-                core.residency.end()
-            core.reducer.end()
+            self._end_backward(partial=partial)
         except BaseException as error:
             self._fail("backward", error)
             core.reducer.abandon()
@@ -174,8 +171,34 @@ class ZeroEngine(Account):
             raise
         finally:
             hook.remove()
-        core.ranks.rest()
-        core.micro_batches += not partial
+
+    def pipelined(self) -> Module:
+        """The engine as the module of a stage of ``torch.distributed.pipelining``.
+
+        ``PipelineStage(engine.pipelined(), ...)`` with the pipeline's group; the engine's ``mesh``
+        is the :class:`~reshard.engine.topology.Groups` of a topology with as many stages, one on
+        each rank. Every backward of the schedule is a micro-batch; ``step()`` follows it. The
+        schedule's own division of gradients by the number of micro-batches finds nothing to divide.
+
+        Schedules that split a backward in two (zero bubble) aren't supported.
+        """
+        from reshard.engine.pipeline import Stage
+
+        core = self._core
+        last = core.ranks.part == core.ranks.parts - 1
+
+        def begin() -> None:
+            self._ready("backward")
+            self._begin_backward(partial=False)
+            core.reducer.outermost(None)
+
+        return Stage(
+            self.module,
+            self,
+            begin,
+            lambda: self._end_backward(partial=False),
+            lambda: core.scale.value if last else 1.0,
+        )
 
     def step(self) -> StepInfo:
         """Divide the summed gradients by the number of micro-batches, clip, and step.
@@ -282,11 +305,25 @@ class ZeroEngine(Account):
         if self._core.busy:
             raise RequestError(f"{what} was called while {self._core.busy}")
 
+    def _begin_backward(self, *, partial: bool) -> None:
+        core = self._core
+        core.reducer.begin(sync=self._sync, partial=partial)
+        if core.residency is not None:
+            core.residency.begin("backward")
+
+    def _end_backward(self, *, partial: bool) -> None:
+        core = self._core
+        if core.residency is not None:
+            core.residency.end()
+        core.reducer.end()
+        core.ranks.rest()
+        core.micro_batches += not partial
+
     def _fail(self, what: str, error: BaseException) -> None:
         """Remember that the state may be torn, and tell the ranks that wait for this one."""
         self._broken = f"a {what} failed with {type(error).__name__}"
         if not isinstance(error, EngineError):
-            self._core.world.fail(error)
+            self._core.ranks.all.fail(error)
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         if self._handles is None:

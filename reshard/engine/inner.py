@@ -6,6 +6,7 @@ where one is gone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,6 +34,18 @@ def uses(storage: Any) -> int:
 def backward_number() -> int:
     """The number of the backward that runs in this thread; -1 outside. Nested ones have others."""
     return int(_C._current_graph_task_id())
+
+
+def reaches(parameter: Tensor) -> bool:
+    """Whether the backward that runs in this thread computes a parameter's gradient."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(_C._will_engine_execute_node(node))
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that runs in this thread is through."""
+    variable: Any = torch.autograd.Variable
+    variable._execution_engine.queue_callback(call)
 
 
 def as_plain() -> AbstractContextManager[Any]:

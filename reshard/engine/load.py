@@ -108,19 +108,21 @@ def load(
     engine.saving.settle()
     job = _Load(engine, scheduler, data)
     said = together(engine, "load: what is there", lambda: job.check(Path(path), optimizer))
-    for rank, one in enumerate(said):
-        if one != said[0]:
+    for rank, (*one, _) in enumerate(said):
+        if one != said[0][:-1]:
             raise InconsistentError(
-                f"the ranks see different checkpoints: {said[0]} and {one}",
+                f"the ranks see different checkpoints: {said[0][:-1]} and {one}",
                 where=f"ranks 0 and {rank}",
                 hint="give the same path everywhere, on a file system that all ranks share",
             )
+    job.check_taken([one[-1] for one in said])
     rows = together(engine, "load: read", job.read)
-    replicas = together(engine, "load: which replica", lambda: engine.replica)
+    own = [engine.pipeline[0], engine.replica]
+    copies = together(engine, "load: which copy", lambda: own)
     together(
         engine,
         "load: digests",
-        lambda: job.prove([r for r, k in zip(rows, replicas, strict=True) if k == engine.replica]),
+        lambda: job.prove([r for r, k in zip(rows, copies, strict=True) if k == own]),
     )
     together(engine, "load: scheduler", job.check_scheduler)
     return job.install()
@@ -142,7 +144,13 @@ class _Load:
     # -- before anything is read ------------------------------------------------------------------
 
     def check(self, path: Path, optimizer: bool) -> list[Any]:
-        """Open the checkpoint and see whether it fits; says which one it is."""
+        """Open the checkpoint and see whether it fits.
+
+        Returns
+        -------
+        list
+            Which one it is; and last, what a stage of a pipeline leaves to the others.
+        """
         why = self._engine.unsafe()
         if why is not None:
             raise NotAtSafePoint(
@@ -157,7 +165,25 @@ class _Load:
         self._own: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
         self._check_position()
         step = self.manifest.objects.get("step")
-        return [str(self.manifest.root), step, len(self.manifest.tensors)]
+        left = list(self.wanted.strange)
+        return [str(self.manifest.root), step, len(self.manifest.tensors), left]
+
+    def check_taken(self, left: list[list[str]]) -> None:
+        """See that what a stage of a pipeline leaves is another one's.
+
+        Raises
+        ------
+        RequestError
+            If the checkpoint has what no stage has.
+        """
+        nobodys = sorted(set(left[0]).intersection(*left[1:]))
+        if nobodys:
+            raise RequestError(
+                f"no stage of the pipeline has {', '.join(nobodys[:10])}"
+                + (f" and {len(nobodys) - 10} more" if len(nobodys) > 10 else ""),
+                where=self.manifest.root,
+                hint="nothing was changed",
+            )
 
     def _check_position(self) -> None:
         kept = self._own.get("data")

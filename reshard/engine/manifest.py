@@ -21,8 +21,7 @@ from reshard.digest import CRC64NVME
 from reshard.dtypes import DType, dtype
 from reshard.engine.values import as_array, dtype_of, dtype_of_torch, raw
 from reshard.errors import InconsistentError, UnsupportedError
-from reshard.layout import BUFFER, CLIENT, MASTER, PARAM, Entry, FlatSpace, Layout
-from reshard.manifest import ParamGroup
+from reshard.layout import BUFFER, CLIENT, MASTER, PARAM, Entry, FlatSpace
 from reshard.partition import Replicated
 
 if TYPE_CHECKING:
@@ -43,7 +42,13 @@ def space_name(index: int, flat: Flat) -> str:
     return f"flat{index}." + re.sub(r"[^A-Za-z0-9._-]+", "-", flat.name)[:100].strip(".-")
 
 
-def flat_space(index: int, flat: Flat, shards: int, states: Mapping[str, DType]) -> FlatSpace:
+def flat_space(
+    index: int,
+    flat: Flat,
+    shards: int,
+    states: Mapping[str, DType],
+    coords: Mapping[str, int],
+) -> FlatSpace:
     """A flat as a space of the core."""
     groups = tuple(e.group for e in flat.entries)
     group: int | tuple[int, ...] | None = groups
@@ -56,6 +61,7 @@ def flat_space(index: int, flat: Flat, shards: int, states: Mapping[str, DType])
         entries=tuple(Entry(e.name, tuple(e.shape)) for e in flat.entries),
         partition=flat.partition(shards),
         states=states,
+        coords=coords,
         group=group,
     )
     assert not flat.numel or space.ruler.part == flat.part(shards), flat.name
@@ -68,8 +74,14 @@ class Said:
 
     Parameters
     ----------
+    common
+        Digest of what must be the same everywhere: the cut, the stage, the step.
     about
-        Digest of what must be the same everywhere: the flats, the cut, the step.
+        Digest of what must be the same on all ranks of a stage of the pipeline: the flats.
+    pipeline
+        Which stage of the pipeline this is.
+    stage
+        What its first rank says of that stage; see :mod:`reshard.engine.stages`.
     states
         Flat's name to state to element type: what this rank holds of it.
     scalars
@@ -80,14 +92,17 @@ class Said:
         Digest of the script's own state; ``None`` if it gave none.
     """
 
+    common: str
     about: str
+    pipeline: int
+    stage: Mapping[str, Any] | None
     states: Mapping[str, Mapping[str, str]]
     scalars: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
     rng: int
     client: str | None
 
 
-def say(engine: Stateful, rng: bytes, client: str | None) -> Said:
+def say(engine: Stateful, rng: bytes, client: str | None, stage: Mapping[str, Any] | None) -> Said:
     """What this rank says of itself.
 
     Raises
@@ -105,13 +120,21 @@ def say(engine: Stateful, rng: bytes, client: str | None) -> Said:
             if scalars is not None:
                 plain = {k: scalar(v, name, k) for k, v in scalars.items()}
                 alike.setdefault(repr(sorted(plain.items())), (plain, []))[1].append(name)
-    return Said(about(engine), states, [*alike.values()], len(rng), client)
-
-
-def about(engine: Stateful) -> str:
-    """Digest of what all ranks must agree on."""
     flats = [(f.name, [(e.name, tuple(e.shape), e.group) for e in f.entries]) for f in engine.flats]
-    what = (flats, engine.shards, engine.stage, engine.counters.get("step"), len(engine.groups))
+    common = (engine.shards, engine.stage, engine.counters.get("step"), len(engine.groups))
+    return Said(
+        _digest(common),
+        _digest(flats),
+        engine.pipeline[0],
+        stage,
+        states,
+        [*alike.values()],
+        len(rng),
+        client,
+    )
+
+
+def _digest(what: Any) -> str:
     return CRC64NVME.hex(CRC64NVME.of(repr(what).encode()))
 
 
@@ -250,31 +273,3 @@ def extras(
         spaces.append(space)
         payload[space.name] = b"".join(data for _, data in some)
     return Extras(tuple(spaces), payload)
-
-
-def layout_of(engine: Stateful, states: Mapping[str, Mapping[str, DType]]) -> Layout:
-    """The layout of the flats."""
-    spaces = [
-        flat_space(i, flat, engine.shards, states[flat.name])
-        for i, flat in enumerate(engine.flats)
-        if flat.entries
-    ]
-    mesh = {"shard": engine.shards}
-    if engine.size > engine.shards:
-        mesh["replicate"] = engine.size // engine.shards
-    return Layout(tuple(spaces), mesh, engine.stage)
-
-
-def param_groups(engine: Stateful, scalars: Sequence[Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    """Settings and scalars of the groups."""
-    settings = [{k: number(v) for k, v in group.items()} for group in engine.groups]
-    return tuple(ParamGroup(s, v) for s, v in zip(settings, scalars, strict=True))
-
-
-def number(value: Any) -> Any:
-    """A setting as plain data: a 0-d tensor (``lr``) stays one, as an array."""
-    if hasattr(value, "numel") and hasattr(value, "detach"):
-        return as_array(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(number(v) for v in value)
-    return value

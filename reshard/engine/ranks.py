@@ -2,6 +2,9 @@
 
 Without a mesh all ranks divide one copy. A mesh of two axes has ``replicate`` copies, each divided
 over ``shard`` ranks; a slice's gradients are then summed within the copy and over the copies.
+
+In a pipeline each stage is a model of its own, with an engine over the ranks that train it: its
+**world**. What concerns the whole model (norm, overflow, checkpoints) is for **all** ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor
 from reshard.engine.counting import Counting
 from reshard.engine.topology import Groups
 from reshard.engine.transport import connect
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,16 +32,23 @@ class Ranks:
     Parameters
     ----------
     world
-        All ranks: they take part in every step.
+        All ranks that train this part of the model.
     shard
         The ranks that divide one copy.
     replicate
         The ranks that hold this rank's slice too; ``None`` with one copy.
+    all
+        All ranks of the pipeline; without one they are the world.
+    part, parts
+        Which stage of the pipeline this is, of how many.
     """
 
     world: Counting
     shard: Counting
     replicate: Counting | None
+    all: Counting
+    part: int = 0
+    parts: int = 1
 
     @property
     def replica(self) -> int:
@@ -48,16 +58,24 @@ class Ranks:
     def sent(self) -> int:
         """Bytes that this rank has sent since this was asked last."""
         total = 0
-        for transport in {id(t): t for t in (self.world, self.shard, self.replicate) if t}.values():
+        for transport in self._each():
             total += transport.total().sent
             transport.reset()
         return total
 
+    def close(self) -> None:
+        """End the transports' threads."""
+        for transport in self._each():
+            transport.close()
+
+    def _each(self) -> list[Counting]:
+        every = (self.shard, self.replicate, self.world, self.all)
+        return list({id(t): t for t in every if t is not None}.values())
+
     def rest(self) -> None:
         """Let go of the transports' buffers."""
-        for transport in (self.world, self.shard, self.replicate):
-            if transport is not None:
-                transport.rest()
+        for transport in self._each():
+            transport.rest()
 
     def combine(self, values: Tensor, label: str) -> None:
         """Sum a slice over the copies, in place and in their order."""
@@ -77,21 +95,32 @@ def ranks(mesh: DeviceMesh | Groups | None, device: torch.device) -> Ranks:
     ------
     RequestError
         If the mesh has other axes, or leaves ranks out.
+    UnsupportedError
+        If the topology divides layers (tensor parallelism).
     """
+    if isinstance(mesh, Groups) and mesh.topology.tensor > 1:
+        raise UnsupportedError(
+            f"the topology has {mesh.topology.tensor} tensor ranks; the engine divides whole "
+            "parameters, and would count those that tensor ranks share more than once",
+            hint="train with tensor=1: shard, replicate and pipeline degrees are free",
+        )
     world = connect(None, device=device)  # before its parts: they share its watch
+    everybody = Counting(world)
     if mesh is None:
-        counting = Counting(world)
-        return Ranks(counting, counting, None)
+        return Ranks(everybody, everybody, None, everybody)
 
     def part(group: ProcessGroup, name: str) -> Counting:
         return Counting(connect(group, name=name, device=device))
 
     if isinstance(mesh, Groups):
-        copies = mesh.topology.replicate
+        topology = mesh.topology
         return Ranks(
             part(mesh.data, "data"),
             part(mesh.shard, "shard"),
-            part(mesh.replicate, "replicate") if copies > 1 else None,
+            part(mesh.replicate, "replicate") if topology.replicate > 1 else None,
+            everybody,
+            topology.coordinate(world.rank)["pipeline"],
+            topology.pipeline,
         )
     names = tuple(mesh.mesh_dim_names or ("replicate", "shard")[-mesh.ndim :])
     if names not in (("shard",), ("replicate", "shard")):
@@ -100,8 +129,10 @@ def ranks(mesh: DeviceMesh | Groups | None, device: torch.device) -> Ranks:
             hint='make it with mesh_dim_names=("shard",) or ("replicate", "shard")',
         )
     if mesh.size() != world.size:
-        raise RequestError(f"the mesh has {mesh.size()} of {world.size} ranks; all are needed")
+        raise RequestError(
+            f"the mesh has {mesh.size()} of {world.size} ranks; all are needed",
+            hint="for a pipeline give the groups of Topology(..., pipeline=...).make()",
+        )
     shard = part(mesh.get_group(names.index("shard")), "shard")
-    if "replicate" not in names or mesh.size(0) == 1:
-        return Ranks(Counting(world), shard, None)
-    return Ranks(Counting(world), shard, part(mesh.get_group(0), "replicate"))
+    copies = part(mesh.get_group(0), "replicate") if mesh.size() > shard.size else None
+    return Ranks(everybody, shard, copies, everybody)

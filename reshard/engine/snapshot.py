@@ -124,14 +124,11 @@ class Saving:
         Memory for copies.
     running
         The last save, if it may still be under way or has an error to tell.
-    serial
-        How many saves there were.
     """
 
     def __init__(self) -> None:
         self.area = Area()
         self.running: Running | None = None
-        self.serial = 0
 
     def settle(self) -> None:
         """Wait for the last save.

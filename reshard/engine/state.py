@@ -28,8 +28,8 @@ class NotAtSafePoint(RequestError):  # noqa: N818 - says what is the case
 class Stateful(Protocol):
     """An engine, as far as saving and loading are concerned.
 
-    All ranks call ``save`` and ``load`` together. Ranks with the same ``shard`` hold the same
-    slices; those of replica 0 write them.
+    All ranks call ``save`` and ``load`` together. Ranks of one stage of a pipeline with the same
+    ``shard`` hold the same slices; those of replica 0 write them.
     """
 
     @property
@@ -40,6 +40,14 @@ class Stateful(Protocol):
     @property
     def size(self) -> int:
         """How many ranks there are in all."""
+        ...
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """Which stage of a pipeline this rank trains, of how many; (0, 1) without one.
+
+        Flats, buffers and aliases are that stage's alone.
+        """
         ...
 
     @property
@@ -64,7 +72,7 @@ class Stateful(Protocol):
 
     @property
     def flats(self) -> Sequence[Flat]:
-        """All flats, the same on every rank."""
+        """All flats, the same on every rank (of a stage of the pipeline)."""
         ...
 
     @property

@@ -150,6 +150,10 @@ def _norm(core: Core, gradients: Sequence[_Gradient]) -> float | None:
         return None
     squares = clip.square_sum(gradient.run for gradient in gradients)
     total = core.shard.agree(torch.tensor([squares], dtype=torch.float64), "sum", "norm")
+    if core.ranks.parts > 1:  # of the whole model: each stage of the pipeline counts once
+        if core.world.rank:
+            total.zero_()
+        total = core.ranks.all.agree(total, "sum", "norm of all stages")
     return math.sqrt(float(total)) if not math.isnan(float(total)) else math.nan
 
 

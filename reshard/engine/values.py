@@ -6,6 +6,7 @@ referred to by name. Numpy's arrays stay numpy's.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,28 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
     if not flat.size:
         return torch.empty(array.shape, dtype=kind)
     return torch.from_numpy(flat).view(kind).reshape(array.shape)
+
+
+def sent(tensor: Tensor) -> dict[str, Any]:
+    """A tensor as what JSON has."""
+    array = as_array(tensor)
+    data = base64.b64encode(raw(tensor).tobytes()).decode("ascii")
+    return {"dtype": dtype_of(tensor).name, "shape": list(array.shape), "data": data}
+
+
+def received(plain: Mapping[str, Any]) -> Tensor:
+    """The tensor that :func:`sent` was given."""
+    data = np.frombuffer(base64.b64decode(plain["data"]), dtype(plain["dtype"]).numpy)
+    return as_tensor(data.reshape(plain["shape"]))
+
+
+def number(value: Any) -> Any:
+    """A setting as plain data: a 0-d tensor (``lr``) stays one, as an array."""
+    if hasattr(value, "numel") and hasattr(value, "detach"):
+        return as_array(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(number(v) for v in value)
+    return value
 
 
 def pack(value: Any, where: str) -> tuple[Any, dict[str, Tensor]]:

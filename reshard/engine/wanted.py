@@ -71,6 +71,8 @@ class Wanted:
         What was taken and what wasn't, in words.
     problems
         What doesn't fit.
+    strange
+        What a stage of a pipeline doesn't have; another stage must.
     """
 
     device: torch.device
@@ -81,6 +83,7 @@ class Wanted:
     taken: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)
 
 
 class Matching:
@@ -214,7 +217,10 @@ class Matching:
                 self._found.left.append(f"{name}: tied to {tied} here, which was taken")
                 continue
             self._used.add(name)
-            self._found.problems.append(f"{key_text((name, state))} isn't in the engine")
+            if self._engine.pipeline[1] > 1:
+                self._found.strange.append(name)
+            else:
+                self._found.problems.append(f"{key_text((name, state))} isn't in the engine")
 
     # -- the optimizer ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ the GIL.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,21 +76,10 @@ class SliceWriter:
         Whose.
     sync
         Whether files are brought to disk.
-    alive
-        Called now and then.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        shard: int,
-        *,
-        sync: bool,
-        alive: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._folder, self._manifest, self._shard = folder, manifest, shard
-        self._sync, self._alive = sync, alive
+    def __init__(self, folder: Path, manifest: Manifest, shard: int, *, sync: bool) -> None:
+        self._folder, self._manifest, self._shard, self._sync = folder, manifest, shard, sync
         self._chunks: list[tuple[int, int]] = []
         self._pieces: list[tuple[int, str, int, int, int, int]] = []
 
@@ -115,7 +104,6 @@ class SliceWriter:
             each = store.chunks_per_shard
             for chunk in range(self._shard * each, (self._shard + 1) * each):
                 self._chunk(space, store, source, chunk)
-                self._alive()
         return Wrote(self._chunks, self._pieces)
 
     def _chunk(self, space: FlatSpace, store: ShardStore, source: Source, chunk: int) -> None:
