@@ -18,13 +18,13 @@ import numpy as np
 from reshard.box import Shape
 from reshard.dtypes import DType, from_numpy
 from reshard.errors import RequestError, UnsupportedError
-from reshard.format import Loss, Request, optimizer_states, weights_state
+from reshard.format import AS_WRITTEN, Loss, Request, optimizer_states, weights_state
 from reshard.formats._dcp_metadata import Path_
 from reshard.layout import BUFFER, CLIENT, MASTER, PARAM, TensorKey, key_text
 from reshard.manifest import Manifest
 from reshard.plain import LeftOut, NumpyArray, TensorRef
 
-OBJECTS = "dcp"
+OBJECTS = "dcp" + AS_WRITTEN
 """The key of a manifest's objects under which stands what only this format needs."""
 
 _HELD = ("client", "step", "scheduler", OBJECTS)
@@ -261,7 +261,7 @@ class _Choice:
                 harmless=weight,
             )
         for name in self._source.objects:
-            if name not in _HELD:
+            if name not in _HELD and not name.endswith(AS_WRITTEN):
                 yield Loss(name, "a distributed checkpoint has no place for it")
         for note in self._source.notes:
             if note.kind == "left-out":

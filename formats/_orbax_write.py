@@ -23,7 +23,7 @@ from reshard.commit import write_file
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.execute import Result
-from reshard.format import Draft, Loss, Request
+from reshard.format import AS_WRITTEN, Draft, Loss, Request
 from reshard.formats._orbax_tree import DICT, METADATA, Keys, Leaf, Tree, is_name
 from reshard.layout import PARAM, Entry, TensorKey, key_text
 from reshard.manifest import Manifest
@@ -98,7 +98,11 @@ def _items(source: Manifest) -> tuple[list[Item], dict[str, Any], tuple[Loss, ..
     """The trees to write, the items that are JSON, and what has no place."""
     others = {key: value for key, value in source.objects.items() if key != OBJECTS}
     losses = [Loss(n.where, n.text) for n in source.notes if n.kind == "left-out"]
-    losses += [Loss(key, "Orbax's trees have no place for it") for key in others]
+    losses += [
+        Loss(key, "Orbax's trees have no place for it")
+        for key in others
+        if not key.endswith(AS_WRITTEN)
+    ]
     losses += [Loss(f"alias:{a}", f"it is tied to {n}") for a, n in source.aliases.items()]
     if source.groups:
         losses.append(Loss("groups", "Orbax's trees have no place for parameter groups"))

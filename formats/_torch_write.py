@@ -114,8 +114,10 @@ class _Writing:
         model = self._model()
         if not self._optimizer:
             return model
-        client = self._source.objects.get("client")
-        others = self._plain.mapping(client, "client") if isinstance(client, Mapping) else {}
+        others = self._plain.mapping(_section(self._source, "client"), "client")
+        for name in ("step", "scheduler"):
+            if self._source.objects.get(name) is not None:
+                others[name] = self._plain.value(self._source.objects[name], name)
         key = str(self._as_written.get("optimizer") or "optimizer")
         optimizer = self._optimizer_value()
         return {
@@ -250,7 +252,7 @@ class _Writing:
                 yield Loss(key_text(key), "a state dict holds the model only", harmless=True)
         if self._source.groups and not self._optimizer:
             yield Loss("groups", "the optimizer wasn't asked for", harmless=True)
-        kept = {OBJECTS, "client"} if self._optimizer else {OBJECTS}
+        kept = {OBJECTS, "client", "step", "scheduler"} if self._optimizer else {OBJECTS}
         for name in self._source.objects:
             if name not in kept and not name.endswith(AS_WRITTEN):
                 why = "a torch file of a model and an optimizer has no place for it"

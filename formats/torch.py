@@ -170,10 +170,13 @@ class _Reading:
                 Optimizer(self.builder, file, shapes).add(groups)
                 written["groups"] = [list(group.names) for group in groups]
         self.builder.objects[OBJECTS + AS_WRITTEN] = written
-        if parts.others:
-            self.builder.objects["client"] = {
-                key: others.plain(value, str(key)) for key, value in parts.others.items()
-            }
+        client = {key: others.plain(value, str(key)) for key, value in parts.others.items()}
+        if type(client.get("step")) is int:
+            self.builder.objects["step"] = client.pop("step")
+        if isinstance(client.get("scheduler"), dict):
+            self.builder.objects["scheduler"] = client.pop("scheduler")
+        if client:
+            self.builder.objects["client"] = client
         self.builder.add_placed(CLIENT, CLIENT, others.tensors)
 
     def _model(

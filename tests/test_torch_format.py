@@ -76,6 +76,8 @@ def trained(tmp_path: Path) -> Path:
         "model": module.state_dict(),
         "optimizer": optimizer.state_dict(),
         "epoch": 3,
+        "step": 3,
+        "scheduler": {"last_epoch": 3, "_last_lr": [0.001]},
         "rng": torch.get_rng_state(),
     }
     torch.save(value, tmp_path / "last.pt")
