@@ -3,7 +3,8 @@
 DCP stores a flat dict of keys, each with its path in the nested dict that was saved. An
 **optimizer** is where ``param_groups`` stand: nested (``optim / param_groups / 0 / lr``, ``optim /
 state / <name> / exp_avg``), or flattened (``optim / param_groups.<name>.lr``, with
-``flatten_optimizer_state_dict=True``). The **model** is where the optimizers' parameters stand.
+``flatten_optimizer_state_dict=True``); or where ``state`` stands alone, with names of tensors below
+it. The **model** is where the optimizers' parameters stand.
 Everything else is the training script's.
 
 Source: torch 2.13, ``torch/distributed/checkpoint/state_dict.py`` (``_flatten_optim_state_dict``).
@@ -117,6 +118,8 @@ def _optimizers(index: Index) -> tuple[list[Optimizer], list[str]]:
         for part in _parts(path):
             if part.kind == GROUPS and _is_setting(part):
                 found.setdefault(part.prefix, Optimizer(part.prefix, part.flat))
+    for prefix in _without_groups(index, found):
+        found[prefix] = Optimizer(prefix)
     left = []
     for key, path in index.paths.items():
         for part in _parts(path):
@@ -126,6 +129,25 @@ def _optimizers(index: Index) -> tuple[list[Optimizer], list[str]]:
         else:
             left.append(key)
     return list(found.values()), left
+
+
+def _without_groups(index: Index, known: Iterable[Path_]) -> list[Path_]:
+    """Where states of tensors stand without groups, as other libraries' optimizers have them."""
+    names = {name for key in index.tensors for name in _tails(key)}
+    fits: dict[Path_, bool] = {}
+    for key, path in index.paths.items():
+        for part in _parts(path):
+            if part.kind == STATE and not part.flat and part.prefix and part.prefix not in known:
+                fit = len(part.rest) == 2 and part.rest[0] in names and key in index.tensors
+                fits[part.prefix] = fits.get(part.prefix, True) and fit
+    return [prefix for prefix, fit in fits.items() if fit]
+
+
+def _tails(key: str) -> Iterable[str]:
+    """A key, and what follows each of its dots."""
+    while key:
+        yield key
+        key = key.partition(".")[2]
 
 
 def _is_setting(part: _Part) -> bool:

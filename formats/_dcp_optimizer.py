@@ -56,6 +56,9 @@ class Optimizers:
 
     def add(self, number: int, optimizer: Optimizer) -> tuple[Group, ...]:
         """Add the optimizer of that number; returns its groups."""
+        if not optimizer.flat and not optimizer.settings:
+            self._ungrouped(optimizer)
+            return ()
         groups = tuple(self._groups(optimizer))
         seen: set[str] = set()
         for group in groups:
@@ -148,6 +151,15 @@ class Optimizers:
                     others.setdefault(state, []).append((name, stored))
         for state, some in others.items():
             self._spaces.loose(f"{state}", some)
+
+    def _ungrouped(self, optimizer: Optimizer) -> None:
+        """States of tensors that are in no group."""
+        found: dict[str, list[tuple[str, Stored]]] = {}
+        for name, states in optimizer.state.items():
+            for state, key in states.items():
+                found.setdefault(state, []).append((name, self._index.tensors[key]))
+        for state, some in found.items():
+            self._spaces.loose(state, some)
 
     def _check_complete(self, keys: Mapping[str, Mapping[str, str]]) -> None:
         """A parameter has no fewer states than others of its group with as many dims."""
