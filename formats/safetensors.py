@@ -14,7 +14,7 @@ tensors of one name and says nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from reshard.errors import IncompleteError, NotFoundError, RequestError, Unsuppo
 from reshard.format import Draft, Found, Request
 from reshard.formats import _safetensors_header as headers
 from reshard.formats import _safetensors_index as indexes
+from reshard.formats import _safetensors_pieces as pieces
 from reshard.formats._safetensors_choose import OBJECTS
 from reshard.formats._safetensors_header import Header, Slot
 from reshard.formats._safetensors_notes import Notes, free_text, read_digests, read_notes
@@ -34,7 +35,6 @@ from reshard.source import source_error
 from reshard.stored import brief
 
 _NUMBERED = re.compile(r"-\d{5,}-of-(\d{5,})\.safetensors$")
-_PIECES = "DCP_SHARDING_INFO"
 
 
 class Safetensors:
@@ -112,6 +112,8 @@ def _inside(folder: Path) -> tuple[list[str], list[str]]:
 
 def _open_folder(folder: Path) -> Manifest:
     files, index_files = _inside(folder)
+    if not index_files and any(pieces.NAME.fullmatch(file) for file in files):
+        return pieces.open_pieces(FORMAT.name, folder)
     index = MODEL + indexes.SUFFIX if MODEL + indexes.SUFFIX in index_files else None
     if index is None and len(index_files) > 1:
         raise RequestError(
@@ -189,6 +191,7 @@ def _open_index(path: Path) -> Manifest:
             where=path,
             hint="a file is of another version of the model; copy all files again",
         )
+    pieces.refuse_lost_scalars(folder, reading.scalars())
     _note_metadata(reading, path, index)
     for file in sorted({*_inside(folder)[0]} - set(wanted)):
         reading.builder.note("note", "isn't named by the index and wasn't read", file)
@@ -241,11 +244,17 @@ class _Reading:
         self._digests: dict[TensorKey, int] = {}
         self._texts: list[dict[str, str]] = []
         self._empty: list[str] = []
+        self._scalars: list[tuple[str, Path, int, int]] = []
+
+    def scalars(self) -> Iterator[tuple[str, bytes]]:
+        """The 0-d tensors that were added, and their bytes."""
+        for label, path, offset, nbytes in self._scalars:
+            yield label, pieces.read_at(path, offset, nbytes)
 
     def add(self, path: Path, labels: Iterable[str] | None) -> list[str]:
         """Take tensors of a file (``None``: all of them); returns the labels that it lacks."""
         header = headers.read(path)
-        if _PIECES in header.metadata:
+        if pieces.INFO in header.metadata:
             raise UnsupportedError(
                 "holds pieces of tensors, as torch's distributed checkpoint writes them, and "
                 "doesn't say how large the whole ones are",
@@ -279,6 +288,8 @@ class _Reading:
             nbytes += stop - start
             if shape == (0,):
                 self._empty.append(label)
+            elif shape == ():
+                self._scalars.append((label, path, begin + start, stop - start))
         self.nbytes += nbytes
 
     def finish(self) -> Manifest:
