@@ -90,7 +90,10 @@ class Rank:
             for _, tensor in self.engine.parts(flat, state)
         ]
         if not hasattr(self, "copies"):
+            self.engine.ready_to_save()
             self.copies = [torch.empty_like(part) for part in parts]
+            for copy in self.copies:
+                copy.zero_()
         self._together()
         begin = time.perf_counter()
         for copy, part in zip(self.copies, parts, strict=True):

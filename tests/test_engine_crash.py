@@ -13,7 +13,10 @@ import pytest
 from engine_resume import Run, Trainer, joined
 from ranks import rank_outcomes, run_ranks
 
+from reshard.engine import board
 from reshard.engine.keep import checkpoints
+from reshard.engine.writer import SliceWriter
+from reshard.errors import ReshardError
 
 STEPS = 6
 
@@ -79,3 +82,26 @@ def test_killed_at_random_often(tmp_path: Path, request: pytest.FixtureRequest) 
     if request.config.getoption("--hypothesis-profile") != "torture":
         pytest.skip("twenty kills take minutes: make torture")
     attempts(tmp_path, 20, 2, stage=3, P=2, Q=4)
+
+
+def killed_while_saving(folder: Path) -> str:
+    """Rank 1 is killed while its part is being written; nobody uses the process group then."""
+    board.PATIENCE = 2.0
+    trainer = Trainer(2)
+    trainer.train(1)
+    running = None
+    if trainer.rank:
+        SliceWriter.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    running = trainer.save(folder / "ck", blocking=False)
+    try:
+        running.wait()
+    except ReshardError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_killed_while_others_write(tmp_path: Path) -> None:
+    first, second = rank_outcomes(killed_while_saving, 2, tmp_path, limit=40)
+    assert second.code == -signal.SIGKILL
+    assert "no sign of rank 1" in first.result, first
+    assert not any(tmp_path.iterdir())

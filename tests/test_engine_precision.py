@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from reshard.engine import Precision, ZeroEngine
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 
 WIDTH, STEPS, A = 8, 3, 2
 
@@ -195,3 +195,10 @@ def test_a_mix_of_types() -> None:
 def test_nonsense_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         Precision(**arguments)
+
+
+@pytest.mark.parametrize("where", ["param", "reduce"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_are_refused_by_name(where: str, dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match=rf"Precision\({where}={dtype}\)"):
+        Precision(**{where: dtype})  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.optim import SGD
 
-from reshard.engine import ParameterWrittenError, ZeroEngine
+from reshard.engine import ParameterWrittenError, Precision, ZeroEngine
 from reshard.engine.released import Released
 from reshard.errors import RequestError
 
@@ -216,3 +216,26 @@ def one_rank_reads() -> str:
 def test_a_read_on_one_rank_alone_is_named() -> None:
     for said in run_ranks(one_rank_reads, 2):
         assert "Rank" in said and "blocks.2" in said, said
+
+
+def written_past_everything(stage: int) -> list[str]:
+    """Writes through .data, which no version counter tells of."""
+    said = []
+    for narrow in (False, True):
+        model: Any = make()
+        precision = Precision(param=torch.bfloat16) if narrow else None
+        engine = engine_of(model, stage, precision=precision)
+        train_a_step(engine)
+        assert model.embed.weight.data.sum().isfinite()  # reading is fine
+        train_a_step(engine)
+        try:
+            model.embed.weight.data.mul_(2)
+            train_a_step(engine)
+        except ParameterWrittenError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_write_through_data_is_told() -> None:
+    for said in run_ranks(written_past_everything, 2, 3):
+        assert len(said) == 2 and all("through .data" in text for text in said), said

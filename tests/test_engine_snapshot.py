@@ -84,6 +84,22 @@ def test_the_memory_is_used_again(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_memory_that_is_made_ready_is_the_memory_of_the_save(tmp_path: Path) -> None:
+    trainer = Trainer(2)
+    trainer.train(1)
+    area = trainer.engine.saving.area
+    trainer.engine.ready_to_save()
+    area._wait()
+    memory: Any = area._memory
+    assert (memory[::4096] == 0).all()
+    trainer.save(tmp_path / "ck", blocking=False).wait()
+    assert area._memory is memory
+    engine = trainer.engine
+    parts = [p for f in engine.flats for s in engine.states(f) for p in engine.parts(f, s)]
+    assert memory.numel() >= sum(tensor.nbytes for _, tensor in parts) > 0
+    assert reshard.verify(tmp_path / "ck").problems == ()
+
+
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +71,7 @@ class Calls(nn.Module):
         return self.layers[1](x).sum()
 
 
-def test_a_call_inside_a_forward_and_a_forward_that_fails() -> None:
+def call_inside() -> None:
     model = Calls()
     engine = ZeroEngine(model, adamw, stage=3)
     for call in (engine.step, engine.full_state_dict, lambda: engine.gathered().__enter__()):
@@ -79,6 +81,57 @@ def test_a_call_inside_a_forward_and_a_forward_that_fails() -> None:
     model.call = lambda: None
     engine.backward(engine(torch.ones(2, 3)))  # a failed forward leaves nothing behind
     engine.step()
+
+
+def test_a_call_inside_a_forward_and_a_forward_that_fails() -> None:
+    run_ranks(call_inside, 2)
+
+
+def threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+def dropped_and_closed(folder: Path) -> None:
+    rank = dist.get_rank()
+
+    def train() -> ZeroEngine:
+        engine = ZeroEngine(make(), adamw, stage=2)
+        engine.backward(engine(tokens(2)[rank]))
+        engine.step()
+        return engine
+
+    engine = train()
+    assert threads("reshard-sums") == 1
+    del engine
+    last = train()
+    for _ in range(2):
+        last = train()
+    wait_for(lambda: threads("reshard-sums") == 1)
+    kept = train() if rank else None  # one rank drops its engine later than the other
+    if not rank:
+        train()
+    last.save(folder / "ck", blocking=False)
+    last.close()
+    assert (folder / "ck").is_dir()
+    calls: list[Any] = [last.step, last.full_state_dict, lambda: last.save(folder / "no")]
+    for call in calls:
+        with pytest.raises(RequestError, match="closed"):
+            call()
+    del kept
+    wait_for(lambda: threads("reshard-sums") == 0)
+    assert threads("reshard-watch") == 1  # one a process, for the engines that follow
+    train().close()
+
+
+def wait_for(true: Any) -> None:
+    limit = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_an_engine_that_is_dropped_or_closed_leaves_no_thread(tmp_path: Path) -> None:
+    run_ranks(dropped_and_closed, 2, tmp_path)
 
 
 def test_a_failed_backward_ends_the_run() -> None:

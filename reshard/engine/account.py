@@ -33,6 +33,7 @@ class Account:
     _core: Core
     _saving: Saving | None = None
     _store: Store | None = None
+    _closed = False
 
     def save(
         self,
@@ -58,6 +59,17 @@ class Account:
             sync=sync,
             keep_last=keep_last,
         )
+
+    def ready_to_save(self) -> None:
+        """Touch the memory that a save with ``blocking=False`` copies into, in a thread.
+
+        Call it after the first step, when the optimizer has its state. Without it the first such
+        save takes that time from the training: new memory costs several times the copy. Ranks that
+        write nothing (copies of slices) reserve nothing.
+        """
+        if self.replica == 0:
+            parts = [p for f in self.flats for s in self.states(f) for p in self.parts(f, s)]
+            self.saving.area.touch([tensor for _, tensor in parts])
 
     def load(
         self,
@@ -160,6 +172,8 @@ class Account:
     def unsafe(self) -> str | None:
         """Why this isn't a safe point, in a few words; ``None`` if it is one."""
         core = self._core
+        if self._closed:
+            return "the engine was closed"
         if core.busy:
             return core.busy
         if core.micro_batches or core.reducer.unsynced:
@@ -190,6 +204,8 @@ class Account:
     def restore(self, restored: Restored) -> None:
         """Take a whole state; what isn't in it is as in a new engine."""
         core = self._core
+        if core.residency is not None:
+            core.residency.release_all()
         for holding in core.holdings:
             state = "master" if holding.flat.trained else "param"
             values = restored.slices.get(holding.flat.name, {}).get(state)
@@ -198,8 +214,6 @@ class Account:
         core.pieces.restore(restored)
         if core.residency is None:
             refill(core, core.holdings)
-        else:
-            core.residency.release_all()
         buffers = dict(core.module.named_buffers())
         with torch.no_grad():
             for name, value in restored.buffers.items():

@@ -92,7 +92,8 @@ def build(
         Intake(h, usages[id(r)], precision.sum_type(h.dtype), whole=stage <= 1)
         for r, h in reversed(trained)
     ]
-    residency = Residency(residents, where.shard, prefetch) if stage == 3 else None
+    divided = stage == 3 and where.shard.size > 1  # a rank that owns everything releases nothing
+    residency = Residency(residents, where.shard, prefetch) if divided else None
     return Core(
         module=model,
         stage=stage,

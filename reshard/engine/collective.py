@@ -122,7 +122,12 @@ class Collective:
 
     def close(self) -> None:
         """Leave the watch."""
-        self.watch.leave(self.close)
+        self.watch.leave(self.close, self._wake)
+
+    def retire(self) -> None:
+        """Leave the watch too: nothing else is held."""
+        if not self._running:
+            self.close()
 
     def _start(self, kind: str, flat: Tensor, label: str) -> _Flight:
         assert flat.dim() == 1 and flat.is_contiguous()

@@ -92,5 +92,9 @@ class Counting:
         """Close the inner transport."""
         self.inner.close()
 
+    def retire(self) -> None:
+        """Pass it on."""
+        self.inner.retire()
+
     def _count(self, kind: str, label: str, sent: int) -> None:
         self._tallies[kind, label] = self._tallies.get((kind, label), Tally()) + Tally(1, sent)

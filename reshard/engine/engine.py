@@ -14,6 +14,7 @@ ranks at once. ``step`` divides by the number of micro-batches of all ranks, cli
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,8 @@ class ZeroEngine(Account):
     """A model, its optimizer, and how both are divided over the ranks.
 
     All ranks make it with the same model and settings, and afterwards make the same calls. Initial
-    parameters and buffers become those of rank 0.
+    parameters and buffers become those of rank 0. Parameters are written in :meth:`gathered`: at
+    stage 3 a write through ``.data`` elsewhere is lost, and not always noticed.
 
     Parameters
     ----------
@@ -103,6 +105,8 @@ class ZeroEngine(Account):
         )  # fmt: skip
         self._sync = True
         self._broken: str | None = None
+        # An engine that is dropped, not closed, leaves no thread behind.
+        weakref.finalize(self, self._core.ranks.retire).atexit = False
         self._handles = Handles(self._core.residency) if self._core.residency else None
         for resident, usage in zip(self._core.residents, self._usages(), strict=True):
             self._watch(resident, usage)
@@ -249,6 +253,23 @@ class ZeroEngine(Account):
         finally:
             self._sync = before
 
+    def close(self) -> None:
+        """Wait for the last save and end the engine's threads; all ranks call this.
+
+        The model's parameters stay as they are: at stage 3 released, so take what is still wanted
+        (``full_state_dict()``) before. Afterwards everything that needs other ranks is refused.
+
+        Raises
+        ------
+        ReshardError
+            The error of the last save beside the training, if nobody has met it yet.
+        """
+        try:
+            self.saving.settle()
+        finally:
+            self._closed = True
+            self._core.ranks.close()
+
     # -- whole parameters ------------------------------------------------------------------------
 
     def gathered(self, what: What = None, *, write: Write = None) -> AbstractContextManager[None]:
@@ -297,6 +318,8 @@ class ZeroEngine(Account):
     # -- inside ----------------------------------------------------------------------------------
 
     def _ready(self, what: str) -> None:
+        if self._closed:
+            raise RequestError(f"{what} was called, but the engine was closed")
         if self._broken is not None:
             raise RequestError(
                 f"{what} was called after {self._broken}; the state may be incomplete",

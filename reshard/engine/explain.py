@@ -99,7 +99,7 @@ class Explanation:
         for title, terms in (("at rest", self.at_rest), ("before the step", self.before_step)):
             lines.append(f"bytes {title}:")
             lines += [f"  {name:<20} {count:>15,}" for name, count in terms.items()]
-        if self.stage == 3:
+        if self.gathered:
             lines.append(f"bytes gathered at a time: at most {self.gathered:,}")
         lines.append("bytes sent by this rank:")
         lines += [f"  {c.what:<20} {c.sent:>15,} {c.when}" for c in self.collectives]
@@ -130,7 +130,7 @@ def explain(core: Core) -> Explanation:
 
 def _at_rest(core: Core) -> dict[str, int]:
     """Each byte once: a master that is a view of the parameters is no second copy."""
-    whole = 0 if core.stage == 3 else sum(_bytes(h.whole) for h in core.holdings)
+    whole = 0 if core.residency is not None else sum(_bytes(h.whole) for h in core.holdings)
     own = sum(
         _bytes(h.own)
         for h in core.holdings
@@ -169,7 +169,7 @@ def _collectives(core: Core) -> list[Collective]:
     trained = sum(away(h, h.dtype.itemsize) for h in core.trained)
     sums = sum(away(i.holding, i.dtype.itemsize) for i in core.reducer.intakes)
     reduce = Collective("gradients to slices", "a backward", trained)
-    if core.stage == 3:
+    if core.residency is not None:
         return [
             Collective("slices to units", "a forward", every),
             Collective("slices to units", "a backward, less what is still there", every),

@@ -82,6 +82,7 @@ def gathered(core: Core, what: What, write: Write) -> Iterator[None]:
                 holding.accept()
             if core.residency is not None:
                 for resident in residents:
+                    resident.outside &= not (write and done)
                     core.residency.leave(resident)
 
 

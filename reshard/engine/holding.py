@@ -183,6 +183,25 @@ class Holding:
                 "the model before the engine is made",
             )
 
+    def check_kept(self) -> None:
+        """Refuse what was written through ``.data``, which leaves no other trace.
+
+        Only in the run of the whole that is this rank's own. It must be filled.
+
+        Raises
+        ------
+        ParameterWrittenError
+            If the run isn't what this rank owns.
+        """
+        own = self.own.to(self.dtype)
+        if not torch.equal(self.run.view(torch.uint8), own.view(torch.uint8)):
+            names = {self.flat.entries[piece.entry].name for piece in self.pieces}
+            raise ParameterWrittenError(
+                "a parameter was written through .data outside of engine.gathered(...)",
+                where=f"one of {', '.join(sorted(names))}",
+                hint="write parameters inside `with engine.gathered(write=...)`",
+            )
+
     def take_back(self) -> None:
         """Take what was written into the whole into what this rank owns.
 

@@ -28,6 +28,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.digest import CRC64NVME, Sums
 from reshard.engine import keep, random_state
 from reshard.engine.data import Position, Samples
+from reshard.engine.loss_scale import deepspeed_scale
 from reshard.engine.manifest import ENGINE, RNG
 from reshard.engine.state import NotAtSafePoint, Restored
 from reshard.engine.together import together
@@ -272,9 +273,17 @@ class _Load:
         if isinstance(kept, Mapping):
             self.wanted.taken.append(f"counters: {', '.join(map(str, kept))}")
             return dict(kept)
+        if not self._optimizer:
+            self.wanted.left.append("counters: the optimizer begins anew")
+            return {}
         step = self.manifest.objects.get("step")
-        self.wanted.left.append("loss scale and other counters: the checkpoint has none of ours")
-        return {"step": step} if isinstance(step, int) and self._optimizer else {}
+        found = {"step": step} if isinstance(step, int) else {}
+        scale = deepspeed_scale(self.manifest.objects.get("deepspeed"))
+        if scale:
+            self.wanted.taken.append(f"loss scale: {scale['loss_scale']:g}, DeepSpeed's")
+        else:
+            self.wanted.left.append("loss scale: the checkpoint has no dynamic one")
+        return {**found, **scale}
 
     # -- proof ------------------------------------------------------------------------------------
 

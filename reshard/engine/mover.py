@@ -57,11 +57,12 @@ class Mover:
         self._jobs.put(job)
         return job
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the thread, after what it is doing."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            if wait:
+                self._thread.join()
             self._thread = None
 
     def _run(self) -> None:

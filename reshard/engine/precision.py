@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -46,6 +46,12 @@ class Precision:
         for name, dtype in (("param", self.param), ("reduce", self.reduce)):
             if dtype is not None and not dtype.is_floating_point:
                 raise RequestError(f"Precision({name}={dtype}) is no floating-point type")
+            if dtype is not None and dtype.itemsize == 1:
+                raise UnsupportedError(
+                    f"Precision({name}={dtype}): 8-bit floats can be neither multiplied nor summed "
+                    "as they are, and their scales are the layers' own",
+                    hint="give float16, bfloat16 or float32; layers may compute in 8 bits inside",
+                )
         if isinstance(self.loss_scale, str) and self.loss_scale != "dynamic":
             raise RequestError(
                 f"loss_scale={self.loss_scale!r}", hint='give a number, "dynamic" or None'
@@ -94,7 +100,7 @@ class LossScale:
         self.good = 0 if overflow else self.good + 1
         if overflow:
             self.value = max(self.rule.least, self.value / self.rule.growth)
-        elif self.good == self.rule.interval:
+        elif self.good >= self.rule.interval:
             self.value, self.good = self.value * self.rule.growth, 0
 
     def state(self) -> dict[str, Any]:

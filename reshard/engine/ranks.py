@@ -68,6 +68,11 @@ class Ranks:
         for transport in self._each():
             transport.close()
 
+    def retire(self) -> None:
+        """End them when the engine is no more: nothing is waited for."""
+        for transport in self._each():
+            transport.retire()
+
     def _each(self) -> list[Counting]:
         every = (self.shard, self.replicate, self.world, self.all)
         return list({id(t): t for t in every if t is not None}.values())

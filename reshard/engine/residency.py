@@ -37,8 +37,8 @@ class Resident:
     """
 
     __slots__ = (
-        "elements", "filled", "holdings", "number", "owner", "pending", "present", "running",
-        "unit",
+        "elements", "filled", "holdings", "number", "outside", "owner", "pending", "present",
+        "running", "unit",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, holdings: Sequence[Holding], number: int) -> None:
@@ -48,6 +48,7 @@ class Resident:
         self.present = True  # plain parameters
         self.filled = True  # bytes
         self.running = 0
+        self.outside = False  # gathered for somebody outside of a pass
         self.owner: Residency | None = None
 
     def fetch(self) -> None:
@@ -141,6 +142,8 @@ class Residency:
         self._rooted = False
         for resident in self.residents:
             self._release(resident)
+            if resident.filled:  # somebody still looks at it; what it holds will soon be old
+                self._check(resident)
 
     # -- needs -----------------------------------------------------------------------------------
 
@@ -155,6 +158,7 @@ class Residency:
             self._start(resident)
             self._finish(resident)
             self._late.add(resident)
+            resident.outside = True
             return
         self._last = resident
         if self._noted is not None:
@@ -273,10 +277,18 @@ class Residency:
         if any(holding.lent for holding in resident.holdings):
             return
         self._late.discard(resident)
+        self._check(resident)
         for holding in resident.holdings:
             holding.drop()
         resident.filled = False
         self.live -= resident.elements
+
+    def _check(self, resident: Resident) -> None:
+        """See that who looked at a unit outside of a pass has written nothing that gets lost."""
+        outside, resident.outside = resident.outside, False
+        if outside:
+            for holding in resident.holdings:
+                holding.check_kept()
 
     # -- the order that all ranks agree on -------------------------------------------------------
 

@@ -23,12 +23,38 @@ Bytes = NDArray[np.uint8]
 ALIGN = 64
 """Bytes to whose multiples copies are aligned."""
 
+PAGE = 4096
+"""Bytes of the smallest page of memory."""
+
 
 class Area:
     """Memory for a copy of the slices; it only grows, and is page-locked for a GPU."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
+        self._touching: threading.Thread | None = None
+
+    def touch(self, tensors: Sequence[Tensor]) -> None:
+        """Have the memory for copies of such tensors ready soon; a thread sees to it.
+
+        Each page of new memory is cleared by the kernel when it is first written, which takes
+        several times as long as the copy.
+        """
+        begins, on_device = _places(tensors)
+
+        def work() -> None:
+            memory = self._reserve(begins[-1], pinned=on_device)
+            for low in range(0, memory.numel(), PAGE * 1024):  # not for long without the lock
+                memory[low : low + PAGE * 1024 : PAGE] = 0
+
+        self._wait()
+        self._touching = threading.Thread(target=work, name="reshard-touch", daemon=True)
+        self._touching.start()
+
+    def _wait(self) -> None:
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Bytes]:
         """Copy 1-D tensors; the copies stand until the next call.
@@ -40,12 +66,12 @@ class Area:
         """
         import torch
 
-        sizes = [t.numel() * t.element_size() for t in tensors]
-        begins = np.cumsum([0, *(-(-size // ALIGN) * ALIGN for size in sizes)]).tolist()
-        on_device = any(t.device.type != "cpu" for t in tensors)
+        self._wait()
+        begins, on_device = _places(tensors)
         memory = self._reserve(begins[-1], pinned=on_device)
         found = []
-        for tensor, begin, size in zip(tensors, begins, sizes, strict=False):
+        for tensor, begin in zip(tensors, begins, strict=False):
+            size = tensor.nbytes
             target = memory[begin : begin + size]
             if size:
                 target.copy_(tensor.detach().view(torch.uint8), non_blocking=on_device)
@@ -61,6 +87,13 @@ class Area:
             self._memory = None  # let go of the old one first
             self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         return self._memory
+
+
+def _places(tensors: Sequence[Tensor]) -> tuple[list[int], bool]:
+    """Where each copy begins, and last where they end; and whether any tensor isn't here."""
+    sizes = [-(-tensor.nbytes // ALIGN) * ALIGN for tensor in tensors]
+    begins: list[int] = np.cumsum([0, *sizes]).tolist()
+    return begins, any(tensor.device.type != "cpu" for tensor in tensors)
 
 
 class Running:

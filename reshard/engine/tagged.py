@@ -30,6 +30,7 @@ from reshard.engine.small import agree, exchange
 from reshard.engine.transport import Op, Pending
 from reshard.engine.wants import Want
 from reshard.engine.watch import Watch
+from reshard.errors import RequestError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,6 +71,7 @@ class Tagged:
         self._pool = Pool(pooled)
         self._sums = RankSum(self.size)
         self._mover = Mover("reshard-sums")
+        self._closed = False
         watch.on_stop(self._wake)
         watch.join(self.close)
 
@@ -119,11 +121,21 @@ class Tagged:
             self.watch.give_up("closed its engine while something was in flight")
         self._mover.close()
         self._pool.clear()
-        self.watch.leave(self.close)
+        self.watch.leave(self.close, self._wake)
+        self._closed = True
+
+    def retire(self) -> None:
+        """Do as :meth:`close` without waiting; what is in flight keeps all that it needs."""
+        if not self._line.flying:
+            self._mover.close(wait=False)
+            self._pool.clear()
+            self.watch.leave(self.close, self._wake)
 
     def _start(
         self, kind: str, flat: Tensor, bounds: Sequence[int], label: str
     ) -> tuple[Want, int]:
+        if self._closed:
+            raise RequestError(f"the {kind} of {label}: the engine was closed")
         assert flat.dim() == 1 and flat.is_contiguous()
         cuts = tuple(bounds)
         assert len(cuts) == self.size + 1 and cuts[0] == 0 and cuts[-1] == flat.numel()

@@ -122,6 +122,10 @@ class Transport(Protocol):
         """Let go of buffers and threads. The process group stays the caller's."""
         ...
 
+    def retire(self) -> None:
+        """Do so when nobody uses it any more, in whatever thread: it waits for nothing."""
+        ...
+
 
 class Done:
     """A :class:`Pending` that has nothing to wait for."""
@@ -161,6 +165,9 @@ class Alone:
         """Nothing to let go of."""
 
     def close(self) -> None:
+        """Nothing to let go of."""
+
+    def retire(self) -> None:
         """Nothing to let go of."""
 
 

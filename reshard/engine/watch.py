@@ -95,8 +95,10 @@ class Watch:
     def over(cls, group: ProcessGroup, device: torch.device | None = None) -> Watch:
         """The open watch that covers a group's ranks, or a new one of this group."""
         ranks = set(dist.get_process_group_ranks(group))
-        for watch in _open:
-            if watch._world is dist.group.WORLD and ranks <= set(watch.ranks):
+        for watch in list(_open):
+            if watch._world is not dist.group.WORLD:
+                watch.close()  # of process groups that are no more
+            elif ranks <= set(watch.ranks):
                 return watch
         return cls(group, device=device)
 
@@ -122,12 +124,16 @@ class Watch:
         if oldest is not None:
             self._devices.append(oldest)
 
-    def leave(self, close: Callable[[], None]) -> None:
-        """Note that a transport has closed. The watch closes with the last one."""
+    def leave(self, close: Callable[[], None], wake: Callable[[], None]) -> None:
+        """Note that a transport has closed, and its hooks go.
+
+        The watch stays open for the next one: were it closed with the last, ranks that drop their
+        engines at different times would make it anew on some of them, and wait for the others.
+        """
         if close in self._users:
             self._users.remove(close)
-            if not self._users:
-                self.close()
+        if wake in self._on_stop:
+            self._on_stop.remove(wake)
 
     def check(self) -> None:
         """Raise the verdict if the run has ended."""
