@@ -54,8 +54,10 @@ class Trainer:
         optimizer: str = "adamw",
         precision: Precision | None = None,
         seed: int = 5,
+        M: int = M,
     ) -> None:
         torch.set_num_threads(1)
+        self.M = M
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.P = dist.get_world_size() if dist.is_initialized() else 1
         torch.manual_seed(seed)
@@ -80,7 +82,7 @@ class Trainer:
         """Some steps of M micro-batches."""
         for _ in range(steps):
             step = self.engine.counters["step"]
-            for j in range(M // self.P):
+            for j in range(self.M // self.P):
                 self.backward(step, j)
             self.engine.step()
             self.scheduler.step()

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -124,10 +125,67 @@ def test_torchrun_starts_it_again(tmp_path: Path) -> None:
         text=True,
     )
     wait_for(folder / f"step-{EVERY}")
-    tasks = Path(f"/proc/{job.pid}/task").glob("*/children")
-    os.kill([int(child) for task in tasks for child in task.read_text().split()][-1], 9)
+    os.kill(children(job.pid)[-1], 9)
     printed, errors = job.communicate(timeout=120)
     assert job.returncode == 0, errors
     assert "goes on from step-" in printed
     assert list(losses(printed)) == list(range(1, STEPS + 1))
     assert (folder / "model.safetensors").is_file()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_an_agent_is_lost(tmp_path: Path) -> None:
+    """Two agents with a rank each; one is killed with its rank, the other goes on alone."""
+    folder, whole = tmp_path / "run", Job(1, tmp_path / "whole", "--stage", "0")
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    words = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
+        *("--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+        *("--rdzv-id", "lost", "--local-addr", "127.0.0.1", "--rdzv-conf"),
+        "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
+        *arguments(folder, "--stage", "3", "--resume"),
+    ]
+    environment = {
+        **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"
+    }  # fmt: skip
+    agents = []
+    for number in range(2):
+        printed = (tmp_path / f"agent{number}.txt").open("w")
+        agents.append(
+            subprocess.Popen(
+                words, env=environment, stdout=printed, stderr=printed, start_new_session=True
+            )
+        )
+        if number == 0:
+            time.sleep(1)  # the first agent serves the store, and is the one that stays
+    try:
+        wait_for(folder / f"step-{EVERY}")
+        for child in children(agents[1].pid):
+            os.kill(child, signal.SIGKILL)
+        agents[1].kill()
+        code = agents[0].wait(timeout=120)
+    finally:
+        for agent in agents:
+            for pid in (*children(agent.pid), agent.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            agent.wait()
+    said = "".join((tmp_path / f"agent{number}.txt").read_text() for number in range(2))
+    assert code == 0, said
+    assert "world size 2," in said and "world size 1," in said, said
+    assert whole.codes() == [0]
+    expected = whole.losses()
+    assert losses(said).items() <= expected.items() and max(losses(said)) == STEPS
+    assert weights(folder) == weights(whole.folder)
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
