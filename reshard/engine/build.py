@@ -21,10 +21,11 @@ from reshard.engine.assembly import (
     tied_names,
 )
 from reshard.engine.core import Core
+from reshard.engine.intake import Intake, Usage
 from reshard.engine.optimizer import Groups, Pieces, resolve_groups
 from reshard.engine.precision import Precision
 from reshard.engine.ranks import ranks
-from reshard.engine.reduction import Intake, Reducer, Usage
+from reshard.engine.reduction import Reducer
 from reshard.engine.residency import Residency, Resident
 from reshard.engine.units import UnitRule, units
 from reshard.errors import RequestError

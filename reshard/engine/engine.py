@@ -27,9 +27,9 @@ from reshard.engine.account import Account
 from reshard.engine.build import build
 from reshard.engine.failures import EngineError
 from reshard.engine.gathered import What, Write, full_state_dict, gathered
+from reshard.engine.intake import Usage
 from reshard.engine.optimizer import Factory, Groups
 from reshard.engine.precision import Precision
-from reshard.engine.reduction import Usage
 from reshard.engine.residency import Resident
 from reshard.engine.saved import Handles
 from reshard.engine.stepping import StepInfo, step

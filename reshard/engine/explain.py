@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from reshard.engine.core import Core
     from reshard.engine.holding import Holding
-    from reshard.engine.reduction import Intake
+    from reshard.engine.intake import Intake
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from reshard.engine.flat import Flat, Piece
 from reshard.engine.holding import Holding
+from reshard.engine.loose import Loose
 from reshard.engine.state import Restored
 from reshard.errors import RequestError, UnsupportedError
 
@@ -150,7 +151,7 @@ class Pieces:
                 hint="pass a function of the groups: lambda groups: AdamW(groups, lr=3e-4)",
             )
 
-    def step(self, gradients: Mapping[str, tuple[Tensor, bytes]]) -> None:
+    def step(self, gradients: Mapping[str, tuple[Tensor | Loose, bytes]]) -> None:
         """Step once.
 
         Parameters

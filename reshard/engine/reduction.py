@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from reshard.engine.counter import Counter
-from reshard.engine.holding import Holding
 from reshard.engine.inner import backward_number
+from reshard.engine.intake import Intake
+from reshard.engine.loose import Loose
 from reshard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,126 +31,6 @@ if TYPE_CHECKING:
 
 IN_FLIGHT = 2
 """Reductions that run at the same time. With the one that is being filled, three send buffers."""
-
-
-class Usage:
-    """How a unit was used since the last backward."""
-
-    __slots__ = ("ran", "tied")
-
-    def __init__(self, tied: bool) -> None:
-        self.ran = 0
-        self.tied = tied
-
-
-class Intake:
-    """The gradients of one flat on their way.
-
-    Parameters
-    ----------
-    holding
-        The flat's tensors.
-    usage
-        Of its unit.
-    dtype
-        The type that gradients are summed in.
-    whole
-        Whether the sum is kept whole (stages 0 and 1) or as this rank's slice.
-    """
-
-    __slots__ = (
-        "arrived",
-        "buffer",
-        "counter",
-        "dtype",
-        "ever",
-        "external",
-        "extra",
-        "held",
-        "holding",
-        "keep_whole",
-        "launched",
-        "missing",
-        "seen",
-        "skippable",
-        "usage",
-        "views",
-        "whole",
-    )  # fmt: skip
-
-    def __init__(self, holding: Holding, usage: Usage, dtype: torch.dtype, whole: bool) -> None:
-        self.holding, self.usage, self.dtype, self.keep_whole = holding, usage, dtype, whole
-        count = len(holding.parameters)
-        self.ever = bytearray(b"\1" * count)  # expected; until something is known, all
-        self.seen = bytearray(count)  # had a gradient in this step
-        self.skippable = self.external = False
-        self.counter = Counter()
-        self.extra: Tensor | None = None  # a sum that belongs to the next one
-        self.whole: Tensor | None = None
-        self.buffer: Tensor | None = None
-        self.views: list[Tensor] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """A backward begins."""
-        self.arrived = bytearray(len(self.ever))
-        self.missing = sum(self.ever)
-        self.launched = self.held = False
-
-    @property
-    def ready(self) -> bool:
-        """Whether it needn't wait for more in this backward."""
-        if self.held:
-            return False
-        if self.missing == 0:
-            return True
-        idle = self.skippable and not self.external and not self.usage.ran
-        return idle and not any(self.arrived)
-
-    def learn(self, first: bool) -> None:
-        """A backward ends: remember what to wait for."""
-        if any(self.arrived):
-            self.external |= not self.usage.ran
-            if first:
-                self.ever = bytearray(len(self.ever))
-            self.ever = bytearray(a | b for a, b in zip(self.ever, self.arrived, strict=True))
-        elif not self.usage.ran:
-            self.skippable = True
-        elif first:
-            self.ever = bytearray(len(self.ever))
-
-    def out(self) -> Tensor:
-        """Where the next sum of this rank's run goes."""
-        holding = self.holding
-        device = holding.whole.device
-        if self.keep_whole and self.whole is None:
-            self.whole = torch.empty(holding.bounds[-1], dtype=self.dtype, device=device)
-            return self.whole[holding.low : holding.high]
-        return torch.empty(holding.high - holding.low, dtype=self.dtype, device=device)
-
-    def add(self, total: Tensor, *, partial: bool) -> None:
-        """Take a sum over ranks: a micro-batch's, or only a part of it."""
-        if self.extra is not None:
-            total, self.extra = self.extra.add_(total), None
-        if partial:
-            self.extra = total
-        else:
-            self.counter.push(total)
-
-    def total(self) -> Tensor:
-        """The sum over the step in this rank's run; the intake is empty afterwards."""
-        total = self.extra if not len(self.counter) else self.counter.total()
-        assert total is not None, self.holding.flat.name
-        if self.extra is not None and total is not self.extra:
-            total.add_(self.extra)
-        self.extra = None
-        return total
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self.counter, self.extra, self.whole, self.buffer = Counter(), None, None, None
-        self.views = []
-        self.seen = bytearray(len(self.seen))
 
 
 class _Flight(NamedTuple):
@@ -292,16 +172,18 @@ class Reducer:
         if intake.launched:
             self.late.add(intake)
             return
-        if intake.buffer is None:
+        if not intake.views:
             self._open(intake)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        view = intake.views[k]
         with torch.no_grad():
             if intake.arrived[k]:
-                view.add_(gradient)
+                intake.views[k].add_(gradient)
             else:
-                view.copy_(gradient)
+                if intake.buffer is None:
+                    intake.views[k] = gradient.detach()
+                else:
+                    intake.views[k].copy_(gradient)
                 intake.arrived[k] = 1
                 intake.missing -= intake.ever[k]
         parameter.grad = None
@@ -319,6 +201,9 @@ class Reducer:
 
     def _open(self, intake: Intake) -> None:
         """Give an intake a send buffer, a used one if there is one."""
+        if self._stays_loose(intake):
+            intake.views = list(intake.holding.parameters)  # in their places come gradients
+            return
         size, dtype = intake.holding.bounds[-1], intake.holding.dtype
         fitting = [b for b in self._pool if b.numel() >= size and b.dtype == dtype]
         if self._stays(intake):
@@ -334,6 +219,11 @@ class Reducer:
     def _stays(self, intake: Intake) -> bool:
         """Whether nothing is sent, so that what one rank takes is the sum already."""
         return self.transport.size == 1 and intake.dtype == intake.holding.dtype
+
+    def _stays_loose(self, intake: Intake) -> bool:
+        """Whether it may be the only micro-batch of the step, so that nothing is summed."""
+        begun = len(intake.counter) or intake.extra is not None
+        return self._stays(intake) and self.combine is None and not begun and not self._partial
 
     def _advance(self) -> None:
         while self._head < len(self.order) and self.order[self._head].ready:
@@ -353,8 +243,13 @@ class Reducer:
     def _launch(self, intake: Intake) -> None:
         assert not intake.launched
         self._land(IN_FLIGHT - 1)
-        if intake.buffer is None:
+        if not intake.views:
             self._open(intake)
+        if intake.buffer is None:
+            pairs = zip(intake.views, intake.arrived, strict=True)
+            intake.loose = Loose(intake.holding, [g if a else None for g, a in pairs])
+            intake.launched, intake.views = True, []
+            return
         assert intake.buffer is not None
         for k, view in enumerate(intake.views):
             if not intake.arrived[k]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from reshard.engine import clip
 from reshard.engine.failures import RanksDisagree
 from reshard.engine.holding import Holding
-from reshard.engine.reduction import Intake
+from reshard.engine.intake import Intake
+from reshard.engine.loose import Loose
 
 if TYPE_CHECKING:
     from reshard.engine.core import Core
@@ -56,7 +57,7 @@ class StepInfo:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gradient:
     intake: Intake
-    run: Tensor
+    run: Tensor | Loose
     seen: bytes
 
 
@@ -138,6 +139,7 @@ def _sum(intake: Intake, seen: bytes, scale: float) -> _Gradient:
     if scale != 1.0:
         run.mul_(scale)
     if intake.whole is not None:
+        assert not isinstance(run, Loose)
         inside = intake.whole[holding.low : holding.high]
         if inside.data_ptr() != run.data_ptr():
             inside.copy_(run)
@@ -148,7 +150,8 @@ def _sum(intake: Intake, seen: bytes, scale: float) -> _Gradient:
 def _norm(core: Core, gradients: Sequence[_Gradient]) -> float | None:
     if core.clip_norm is None and not core.scale.checked:
         return None
-    squares = clip.square_sum(gradient.run for gradient in gradients)
+    runs = [g.run.tensors if isinstance(g.run, Loose) else [g.run] for g in gradients]
+    squares = clip.square_sum(tensor for tensors in runs for tensor in tensors)
     total = core.shard.agree(torch.tensor([squares], dtype=torch.float64), "sum", "norm")
     if core.ranks.parts > 1:  # of the whole model: each stage of the pipeline counts once
         if core.world.rank:
@@ -168,14 +171,15 @@ def _update(core: Core, gradients: Sequence[_Gradient]) -> None:
     if core.stage == 0:
         for one in pending:
             one.wait()
-    given: dict[str, tuple[Tensor, bytes]] = {}
+    given: dict[str, tuple[Tensor | Loose, bytes]] = {}
     for gradient in gradients:
         holding = gradient.intake.holding
         owned = gradient.run
-        if core.stage == 0:
-            assert gradient.intake.whole is not None
+        if core.stage == 0 and gradient.intake.whole is not None:
             owned = gradient.intake.whole
-        given[holding.flat.name] = (owned.to(holding.own.dtype), gradient.seen)
+        if isinstance(owned, Tensor):
+            owned = owned.to(holding.own.dtype)
+        given[holding.flat.name] = (owned, gradient.seen)
     core.pieces.step(given)
     for one in pending:
         one.wait()
