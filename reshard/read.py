@@ -28,9 +28,15 @@ class Reader:
     ----------
     manifest
         The checkpoint.
+
+    Attributes
+    ----------
+    nbytes_read
+        Bytes of payload that were read so far.
     """
 
     def __init__(self, manifest: Manifest) -> None:
+        self.nbytes_read = 0
         self._manifest = manifest
         self._files = SourceFiles(manifest)
         self._mapped = way_to_read(manifest.root) == "map"
@@ -107,6 +113,7 @@ class Reader:
         return packed.view(tensor.dtype.numpy).reshape(common.shape)
 
     def _fetch(self, file: int, offset: int, nbytes: int) -> memoryview:
+        self.nbytes_read += nbytes
         fetcher: Fetcher = Mapped(self._files) if self._mapped else Read(self._files, nbytes)
         return fetcher.fetch(file, offset, nbytes)
 

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from reshard.dcp import ZReader
 
 State = dict[str, Any]
 
@@ -84,13 +86,22 @@ def save_trained(folder: str, flat: bool = False) -> State:
     return {"before": before, "after": whole(model, optimizer)}
 
 
-def load_saved(folder: str, flat: bool = False) -> State:
-    """Load with torch into a fresh model; give what it then is, and after another step."""
+def load_saved(folder: str, flat: bool = False, ours: bool = False) -> State:
+    """Load into a fresh model; give what it then is, and after another step.
+
+    ``ours``: through our own reader, with how many bytes it read and how many the rank keeps.
+    """
     model, optimizer = fresh(1)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     weights, moments = get_state_dict(model, optimizer, options=options)
     state: State = {"model": weights, "optim": moments, "epoch": 0}
-    load(state, checkpoint_id=folder)
+    found: State = {}
+    if ours:
+        reader = ZReader(folder)
+        load(state, storage_reader=reader)
+        found = {"unread": reader.unread, "read": reader.nbytes_read}
+    else:
+        load(state, checkpoint_id=folder)
     set_state_dict(
         model,
         optimizer,
@@ -100,7 +111,7 @@ def load_saved(folder: str, flat: bool = False) -> State:
     )
     before = whole(model, optimizer)
     step(model, optimizer)
-    return {"before": before, "after": whole(model, optimizer), "epoch": state["epoch"]}
+    return {**found, "before": before, "after": whole(model, optimizer), "epoch": state["epoch"]}
 
 
 def save_without_collectives(folder: str) -> State:
@@ -111,3 +122,26 @@ def save_without_collectives(folder: str) -> State:
     save(state, checkpoint_id=folder, use_collectives=False)
     full = {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
     return {name: tensor.detach().numpy() for name, tensor in full.items()}
+
+
+def load_large(folder: str, rows: int, columns: int) -> tuple[int, int, bool]:
+    """Load one large sharded tensor: bytes read, bytes kept, and whether it is as it was."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    zeros = distribute_tensor(torch.zeros(rows, columns), mesh, [Shard(0)])
+    reader = ZReader(folder)
+    load({"model": {"weight": zeros}}, storage_reader=reader)
+    local = zeros.to_local()
+    expected = distribute_tensor(large(rows, columns), mesh, [Shard(0)]).to_local()
+    return reader.nbytes_read, local.numel() * 4, torch.equal(local, expected)
+
+
+def save_large(folder: str, rows: int, columns: int) -> None:
+    """Save such a tensor."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(large(rows, columns), mesh, [Shard(0)])
+    save({"model": {"weight": weight}}, checkpoint_id=folder)
+
+
+def large(rows: int, columns: int) -> torch.Tensor:
+    """Numbers that are all different."""
+    return torch.arange(float(rows * columns)).reshape(rows, columns)
