@@ -68,10 +68,14 @@ class Dcp:
         script = Script(spaces, index)
         optimizers = Optimizers(spaces, script, index, keys.model.values())
         groups = [optimizers.add(i, one) for i, one in enumerate(keys.optimizers)]
-        _check_model(root, keys, groups)
+        check_model(root, keys, groups)
         spaces.loose(PARAM, ((name, index.tensors[key]) for key, name in keys.model.items()))
         script.add(keys.others)
-        _keep(builder, keys, groups)
+        held = [
+            {e.name for s in builder.spaces if s.group == i for e in s.entries}
+            for i in range(len(builder.groups))
+        ]
+        keep(builder, keys, groups, held)
         _notes(builder, root, index)
         return builder.build(_axes(mesh), 3 if mesh.cut else None)
 
@@ -120,7 +124,7 @@ def _refuse_local_state(root: Path, index: Index) -> None:
         )
 
 
-def _check_model(root: Path, keys: Keys, groups: list[tuple[Group, ...]]) -> None:
+def check_model(root: Path, keys: Keys, groups: list[tuple[Group, ...]]) -> None:
     """Every parameter that an optimizer steps must be in the model, if there is one."""
     there = set(keys.model.values())
     names = dict.fromkeys(n for some in groups for group in some for n in group.names)
@@ -137,8 +141,20 @@ def _check_model(root: Path, keys: Keys, groups: list[tuple[Group, ...]]) -> Non
 # -- what is kept beside tensors ------------------------------------------------------------------
 
 
-def _keep(builder: Builder, keys: Keys, groups: list[tuple[Group, ...]]) -> None:
-    """Where things stood, as far as it isn't the usual, and parameters without state."""
+def keep(
+    builder: Builder, keys: Keys, groups: list[tuple[Group, ...]], held: list[set[str]]
+) -> None:
+    """Keep where things stood, as far as it isn't the usual, and parameters without state.
+
+    Parameters
+    ----------
+    builder
+        The manifest in the making.
+    keys, groups
+        What was found.
+    held
+        The names that the spaces of each group have.
+    """
     own: dict[str, Any] = {}
     if keys.model and keys.prefix != "model.":
         own["model"] = keys.prefix
@@ -147,8 +163,6 @@ def _keep(builder: Builder, keys: Keys, groups: list[tuple[Group, ...]]) -> None
         own["optimizers"] = prefixes
     if any(o.flat for o in keys.optimizers):
         own["flat"] = True
-    held = [{e.name for s in builder.spaces if s.group == i for e in s.entries}
-            for i in range(len(builder.groups))]  # fmt: skip
     named = [list(group.names) for some in groups for group in some]
     if any(set(names) != there for names, there in zip(named, held, strict=True)):
         own["params"] = named

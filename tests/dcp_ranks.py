@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from reshard.dcp import ZReader
+from reshard.dcp import ZReader, ZWriter
 
 State = dict[str, Any]
 
@@ -75,12 +75,16 @@ def whole(model: Model, optimizer: torch.optim.Optimizer) -> State:
     return found
 
 
-def save_trained(folder: str, flat: bool = False) -> State:
-    """Save with torch; give what was saved, and what it becomes after another step."""
+def save_trained(folder: str, flat: bool = False, ours: bool = False) -> State:
+    """Save with torch, or with our writer; give what was saved, and what the next step makes."""
     model, optimizer = trained()
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     weights, moments = get_state_dict(model, optimizer, options=options)
-    save({"model": weights, "optim": moments, "epoch": 4}, checkpoint_id=folder)
+    state = {"model": weights, "optim": moments, "epoch": 4, "loader": {"seed": [1, 2]}}
+    if ours:
+        save(state, storage_writer=ZWriter(folder))
+    else:
+        save(state, checkpoint_id=folder)
     before = whole(model, optimizer)
     step(model, optimizer)
     return {"before": before, "after": whole(model, optimizer)}
@@ -133,6 +137,19 @@ def load_large(folder: str, rows: int, columns: int) -> tuple[int, int, bool]:
     local = zeros.to_local()
     expected = distribute_tensor(large(rows, columns), mesh, [Shard(0)]).to_local()
     return reader.nbytes_read, local.numel() * 4, torch.equal(local, expected)
+
+
+def save_columns(folder: str, rows: int, columns: int) -> None:
+    """Save a tensor cut by columns, one that every rank has, and a large one of the script's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(large(rows, columns), mesh, [Shard(1)])
+    state = {
+        "model": {"weight": weight, "same": large(3, 5).t(), "none": torch.empty(0, 4)},
+        "cache": large(300, 100),
+        "rng": torch.arange(7, dtype=torch.uint8),
+        "nested": {"list": [torch.ones(2), {"a": 1}]},
+    }
+    save(state, storage_writer=ZWriter(folder))
 
 
 def save_large(folder: str, rows: int, columns: int) -> None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.dcp.reader import ZReader
+    from reshard.dcp.writer import ZWriter
 
-__all__ = ["ZReader"]
+__all__ = ["ZReader", "ZWriter"]
 
-_HOME = {"ZReader": "reader"}
+_HOME = {"ZReader": "reader", "ZWriter": "writer"}
 
 
 def __getattr__(name: str) -> Any:
