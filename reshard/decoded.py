@@ -5,9 +5,10 @@ gives a :class:`Decoder`, and everything else of the core sees the decoded bytes
 length, as if they lay in a file.
 
 :class:`DecodedFiles` keeps what was decoded, so that one pass over a checkpoint decodes each file
-about once. Small files are kept in memory; larger ones are streamed to temporary files without a
-name, which are mapped: the memory that this takes doesn't grow with the checkpoint. Those that
-were used least recently are dropped when either place is full.
+about once. Small files are kept in memory, as long as there is room. All others are streamed into
+**slabs**, mapped temporary files without a name that hold many of them each: the memory and the
+descriptors that this takes don't grow with the checkpoint. The slabs that were used least recently
+are dropped when there are too many.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from reshard.errors import CorruptError, TargetError
 
-SMALL = 1 << 20
+SMALL = 64 << 10
 """Bytes up to which a decoded file is kept in memory."""
 
 MEMORY = 16 << 20
 """Bytes of decoded files that are kept in memory, if nothing else is said."""
 
-DISK = 4 << 30
-"""Bytes of decoded files that are kept on disk; a single larger one is kept alone."""
+SLAB = 64 << 20
+"""Bytes of a slab; a larger file has one for itself."""
 
-OPEN = 128
-"""How many decoded files are kept on disk: each has a descriptor."""
+DISK = 4 << 30
+"""Bytes of all slabs; a single larger one is kept alone."""
 
 Write = Callable[[bytes | memoryview], object]
 """Takes the next bytes of a decoded file."""
@@ -74,37 +75,48 @@ class Decoder(Protocol):
         ...
 
 
+class _Slab:
+    """A temporary file that decoded files are laid into, one after the other."""
+
+    def __init__(self, folder: Path | None, nbytes: int) -> None:
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - kept
+            os.ftruncate(self._file.fileno(), nbytes)
+            self.memory = mmap.mmap(self._file.fileno(), nbytes, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise TargetError(
+                f"no temporary file can be made: {error.strerror}", where=folder
+            ) from error
+        self.nbytes = nbytes
+        self.used = 0
+        self.files: list[int] = []
+
+    def room(self, nbytes: int) -> bool:
+        """Whether a file of that size fits."""
+        return self.used + nbytes <= self.nbytes
+
+    def take(self, file: int, nbytes: int) -> int:
+        """Give a file its place: the byte at which it begins."""
+        begin = self.used
+        self.used += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.files.append(file)
+        return begin
+
+    def write(self, piece: memoryview, at: int) -> None:
+        """Write bytes of a file; not by way of the mapping, where a full disk would kill us."""
+        while len(piece):
+            done = os.pwrite(self._file.fileno(), piece, at)
+            piece, at = piece[done:], at + done
+
+
 @dataclass(slots=True)
-class Decoded:
-    """A file, decoded or about to be; ``memory`` is the mapping of one that lies on the disk."""
+class _Decoded:
+    """A file, decoded or about to be; its slab and place there, where it is in one."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     view: memoryview | None = None
-    memory: mmap.mmap | None = None
-
-
-class _Shelf:
-    """What fits one place, the least recently used first."""
-
-    def __init__(self, nbytes: int, files: int | None = None) -> None:
-        self._room = nbytes
-        self._most = files
-        self._sizes: OrderedDict[int, int] = OrderedDict()
-
-    def use(self, file: int) -> None:
-        """Say that a file is used, if it is here."""
-        if file in self._sizes:
-            self._sizes.move_to_end(file)
-
-    def add(self, file: int, nbytes: int) -> Iterator[int]:
-        """Put a file here; gives those that had to go for it."""
-        self._room -= nbytes - self._sizes.pop(file, 0)
-        self._sizes[file] = nbytes
-        most = len(self._sizes) if self._most is None else self._most
-        while len(self._sizes) > 1 and (self._room < 0 or len(self._sizes) > most):
-            oldest, size = self._sizes.popitem(last=False)
-            self._room += size
-            yield oldest
+    slab: _Slab | None = None
+    begin: int = 0
 
 
 class DecodedFiles:
@@ -122,13 +134,13 @@ class DecodedFiles:
 
     def __init__(self, root: Path, memory: int = MEMORY, folder: Path | None = None) -> None:
         self._root = root
-        self._small = min(SMALL, memory)
+        self._room = memory
         self._folder = folder
         self._lock = threading.Lock()
-        self._files: dict[int, Decoded] = {}
-        self._memory, self._disk = _Shelf(memory), _Shelf(DISK, OPEN)
+        self._files: dict[int, _Decoded] = {}
+        self._slabs: OrderedDict[_Slab, None] = OrderedDict()
 
-    def get(self, file: int, decoder: Decoder, nbytes: int, path: Path) -> Decoded:
+    def get(self, file: int, decoder: Decoder, nbytes: int, path: Path) -> memoryview:
         """The bytes of a file; threads that ask for one that is being decoded wait for it.
 
         Parameters
@@ -149,27 +161,32 @@ class DecodedFiles:
         OSError
             If what is stored can't be read.
         """
-        shelf = self._memory if nbytes <= self._small else self._disk
         with self._lock:
-            found = self._files.setdefault(file, Decoded())
-            shelf.use(file)
+            found = self._files.setdefault(file, _Decoded())
+            if found.slab is not None and found.slab in self._slabs:
+                self._slabs.move_to_end(found.slab)
         with found.lock:
             if found.view is None:
-                if shelf is self._memory:
+                if self._take_memory(nbytes):
                     found.view = self._in_memory(decoder, nbytes, path)
                 else:
-                    found.memory = self._on_disk(decoder, nbytes, path)
-                    found.view = memoryview(found.memory)
-                with self._lock:
-                    self._files[file] = found
-                    for dropped in shelf.add(file, nbytes):  # slices in use keep their bytes
-                        self._files.pop(dropped, None)
-            return found
+                    found.view = self._in_slab(file, found, decoder, nbytes, path)
+            return found.view
 
-    def find(self, file: int) -> Decoded | None:
-        """What is kept of a file."""
+    def release(self, file: int, low: int, high: int) -> None:
+        """Unmap the pages of bytes ``[low, high)`` of a file, if they are mapped."""
         with self._lock:
-            return self._files.get(file)
+            found = self._files.get(file)
+        if found is not None and found.slab is not None and found.view is not None and high > low:
+            low += found.begin
+            first = low - low % mmap.PAGESIZE
+            found.slab.memory.madvise(mmap.MADV_DONTNEED, first, found.begin + high - first)
+
+    def _take_memory(self, nbytes: int) -> bool:
+        with self._lock:
+            fits = nbytes <= min(SMALL, self._room)
+            self._room -= nbytes if fits else 0
+            return fits
 
     def _in_memory(self, decoder: Decoder, nbytes: int, path: Path) -> memoryview:
         content = memoryview(bytearray(nbytes))
@@ -180,19 +197,37 @@ class DecodedFiles:
         self._decode(decoder, nbytes, path, put)
         return content.toreadonly()
 
-    def _on_disk(self, decoder: Decoder, nbytes: int, path: Path) -> mmap.mmap:
-        with _temporary(self._folder) as scratch:
+    def _in_slab(
+        self, file: int, found: _Decoded, decoder: Decoder, nbytes: int, path: Path
+    ) -> memoryview:
+        with self._lock:
+            slab = self._slab(nbytes)
+            found.slab, found.begin = slab, slab.take(file, nbytes)
+            self._files[file] = found
 
-            def put(piece: memoryview, at: int) -> None:
-                try:
-                    while len(piece):
-                        done = os.pwrite(scratch.fileno(), piece, at)
-                        piece, at = piece[done:], at + done
-                except OSError as error:
-                    raise _no_room(error, nbytes, path) from error
+        def put(piece: memoryview, at: int) -> None:
+            try:
+                slab.write(piece, found.begin + at)
+            except OSError as error:
+                raise _no_room(error, nbytes, path) from error
 
-            self._decode(decoder, nbytes, path, put)
-            return mmap.mmap(scratch.fileno(), nbytes, prot=mmap.PROT_READ)
+        self._decode(decoder, nbytes, path, put)
+        return memoryview(slab.memory)[found.begin : found.begin + nbytes]
+
+    def _slab(self, nbytes: int) -> _Slab:
+        """One with room: the last that was used, or a new one in the place of the oldest."""
+        newest = next(reversed(self._slabs), None)
+        if newest is not None and newest.room(nbytes):
+            return newest
+        slab = _Slab(self._folder, max(SLAB, nbytes))
+        self._slabs[slab] = None
+        while len(self._slabs) > 1 and sum(s.nbytes for s in self._slabs) > DISK:
+            oldest, _ = self._slabs.popitem(last=False)
+            for file in oldest.files:
+                found = self._files.get(file)
+                if found is not None and found.slab is oldest:
+                    del self._files[file]
+        return slab
 
     def _decode(
         self, decoder: Decoder, nbytes: int, path: Path, put: Callable[[memoryview, int], None]
@@ -213,16 +248,6 @@ class DecodedFiles:
             raise CorruptError(f"can't be decoded: {error}", where=path) from error
         if at != nbytes:
             raise CorruptError(f"decodes to {at} bytes and should have {nbytes}", where=path)
-
-
-def _temporary(folder: Path | None) -> IO[bytes]:
-    """A file without a name, gone when it is closed and unmapped."""
-    try:
-        return tempfile.TemporaryFile(dir=folder, buffering=0)
-    except OSError as error:
-        raise TargetError(
-            f"no temporary file can be made: {error.strerror}", where=folder
-        ) from error
 
 
 def _no_room(error: OSError, nbytes: int, path: Path) -> TargetError:

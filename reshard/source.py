@@ -15,7 +15,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Literal, Protocol
 
-from reshard.decoded import MEMORY, Decoded, DecodedFiles
+from reshard.decoded import MEMORY, DecodedFiles
 from reshard.errors import CorruptError, NotFoundError, ReshardError
 from reshard.manifest import Manifest
 
@@ -86,9 +86,7 @@ class SourceFiles:
     def map(self, file: int) -> memoryview:
         """The whole file as mapped memory."""
         if self.encoded(file):
-            view = self._decode(file).view
-            assert view is not None
-            return view
+            return self._decode(file)
         with self._lock:
             found = self._maps.get(file)
             if found is None:
@@ -102,12 +100,11 @@ class SourceFiles:
 
     def release(self, file: int, low: int, high: int) -> None:
         """Unmap the pages of bytes ``[low, high)`` of a file, if it is still mapped."""
-        found: _Map | Decoded | None
         if self.encoded(file):
-            found = self._decoded.find(file)
-        else:
-            with self._lock:
-                found = self._maps.get(file)
+            self._decoded.release(file, low, high)
+            return
+        with self._lock:
+            found = self._maps.get(file)
         if found is not None and found.memory is not None and high > low:
             low -= low % mmap.PAGESIZE
             found.memory.madvise(mmap.MADV_DONTNEED, low, high - low)
@@ -128,7 +125,7 @@ class SourceFiles:
         """Whether a file has to be decoded: it can be mapped, and has no handle."""
         return self._manifest.files[file].decoder is not None
 
-    def _decode(self, file: int) -> Decoded:
+    def _decode(self, file: int) -> memoryview:
         what, path = self._manifest.files[file], self.path(file)
         assert what.decoder is not None
         try:

@@ -240,40 +240,44 @@ class Some:
 
 
 def ask(files: DecodedFiles, some: Some) -> memoryview:
-    found = files.get(some.number, some, some.nbytes, Path(str(some.number))).view
-    assert found is not None
+    found = files.get(some.number, some, some.nbytes, Path(str(some.number)))
     assert found == bytes([some.number]) * some.nbytes
     return found
 
 
-@pytest.mark.parametrize("where", ["memory", "disk", "few files"])
-def test_the_least_recently_used_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    if where != "memory":
-        monkeypatch.setattr(decoded, "SMALL", 0)
-    if where == "disk":
-        monkeypatch.setattr(decoded, "DISK", 300)
-    if where == "few files":
-        monkeypatch.setattr(decoded, "OPEN", 3)
+def test_what_has_no_room_in_memory_goes_to_the_disk(tmp_path: Path) -> None:
+    """Each is decoded once, however often all of them are walked over."""
     calls: Counter[int] = Counter()
-    a, b, c, d, large = (Some(n, size, calls) for n, size in enumerate((100, 100, 100, 100, 299)))
-    files = DecodedFiles(tmp_path, memory=300)
-    held = ask(files, a)
-    for some in (b, c, a, a):
+    some = [Some(n, 1000, calls) for n in range(50)]
+    files = DecodedFiles(tmp_path, memory=10_000)
+    for _ in range(3):
+        for one in some:
+            ask(files, one)
+    assert set(calls.values()) == {1}
+    assert sum(f.slab is None for f in files._files.values()) == 10
+    assert len(files._slabs) == 1
+
+
+def test_the_least_recently_used_slab_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = decoded.mmap.PAGESIZE
+    monkeypatch.setattr(decoded, "SMALL", 0)
+    monkeypatch.setattr(decoded, "SLAB", 2 * page)
+    monkeypatch.setattr(decoded, "DISK", 4 * page)
+    calls: Counter[int] = Counter()
+    a, b, c, d, e = (Some(n, 100, calls) for n in range(5))
+    files = DecodedFiles(tmp_path)
+    held = ask(files, c)
+    for some in (d, a, b, a, c, a):  # c and d lie in one slab, a and b in another
         ask(files, some)
-    assert calls == {0: 1, 1: 1, 2: 1}
-    ask(files, d)  # b goes
+    assert len(files._slabs) == 2
+    ask(files, e)
+    assert len(files._slabs) == 2
     ask(files, a)
-    assert calls == {0: 1, 1: 1, 2: 1, 3: 1}
     ask(files, b)
-    assert calls[1] == 2
-    ask(files, large)
-    if where != "few files":
-        ask(files, a)
-        assert calls[0] == 2
-    assert held == bytes(100)  # a slice in use stays what it is
-    assert sum(f.view is not None for f in files._files.values()) <= 3
+    assert set(calls.values()) == {1}
+    ask(files, c)
+    assert calls[2] == 2
+    assert held == b"\2" * 100
 
 
 def test_one_that_is_larger_than_all_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,11 +317,11 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
 def test_random_use_under_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is dropped, each answer is right, and the room is kept to."""
     monkeypatch.setattr(decoded, "SMALL", 200)
-    monkeypatch.setattr(decoded, "DISK", 3000)
-    monkeypatch.setattr(decoded, "OPEN", 4)
+    monkeypatch.setattr(decoded, "SLAB", 1 << 14)
+    monkeypatch.setattr(decoded, "DISK", 3 << 14)
     rng = random.Random(5)
     calls: Counter[int] = Counter()
-    some = [Some(n, rng.choice([0, 1, 150, 200, 201, 900, 2999]), calls) for n in range(40)]
+    some = [Some(n, rng.choice([0, 1, 150, 200, 201, 900, 9999, 20_000]), calls) for n in range(40)]
     files = DecodedFiles(tmp_path, memory=1000)
 
     def work(seed: int) -> None:
@@ -331,10 +335,9 @@ def test_random_use_under_little_room(tmp_path: Path, monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join()
     kept = [f for f in files._files.values() if f.view is not None]
-    on_disk = [len(f.view or b"") for f in kept if f.memory is not None]
-    assert len(on_disk) <= 4
-    assert sum(on_disk) <= 3000
-    assert sum(len(f.view or b"") for f in kept if f.memory is None) <= 1000
+    assert {id(f.slab) for f in kept if f.slab} <= set(map(id, files._slabs))
+    assert sum(slab.nbytes for slab in files._slabs) <= 3 << 14
+    assert sum(len(f.view or b"") for f in kept if f.slab is None) <= 1000
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -343,8 +346,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "0.z").write_bytes(zlib.compress(bytes(nbytes), 1))
     files = DecodedFiles(tmp_path)
     before = _anonymous()
-    found = files.get(0, Unzip("0.z", piece=1 << 10), nbytes, tmp_path / "0.z").view
-    assert found is not None
+    found = files.get(0, Unzip("0.z", piece=1 << 10), nbytes, tmp_path / "0.z")
     assert not np.frombuffer(found, np.uint8)[:: 1 << 12].any()
     assert _anonymous() - before < 16 << 20
 
