@@ -50,6 +50,8 @@ def consolidate(
     keep_fp32: tuple[str, ...],
     drop: tuple[str, ...],
     replicas: Any,
+    rename: tuple[Any, ...],
+    unwrap: bool,
     dry_run: bool,
     moving: Moving,
     output: Output,
@@ -73,6 +75,8 @@ def consolidate(
         max_shard_bytes=max_shard_size,
         drop=drop,
         replicas=replicas,
+        rename=rename,
+        unwrap=unwrap,
     )
     place = jobs.Source(source, source_format)
     jobs.carry_out(place, target, wanted, moving, output, "consolidate", dry_run=dry_run)

@@ -120,6 +120,8 @@ def _run(
     keep_fp32: tuple[str, ...],
     drop: tuple[str, ...],
     replicas: Any,
+    rename: tuple[Any, ...],
+    unwrap: bool,
     dry_run: bool,
     moving: Moving,
     output: Output,
@@ -140,6 +142,8 @@ def _run(
         optimizer=optimizer,
         drop=drop,
         replicas=replicas,
+        rename=rename,
+        unwrap=unwrap,
     )
     place = jobs.Source(source, source_format)
     jobs.carry_out(place, target, wanted, moving, output, verb, dry_run=dry_run)

@@ -51,6 +51,23 @@ class Size(IntType):
         return int(whole)
 
 
+class Renaming(TextType):
+    """``OLD=NEW``: a regular expression and what comes in its place."""
+
+    name = "rule"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read it; the last ``=`` parts the two."""
+        from reshard.rename import Rule
+
+        if isinstance(value, Rule):
+            return value
+        pattern, between, replacement = str(value).rpartition("=")
+        if not between or not pattern:
+            self.fail(f"{value!r} is no rule; rules look like ^model\\.=decoder.", param, ctx)
+        return Rule(pattern, replacement)
+
+
 class Glob(TextType):
     """A shell-style pattern of names: ``*``, ``?``, ``[a-z]``."""
 
@@ -254,6 +271,19 @@ def choosing(verb: Callback) -> Callback:
 def casting(verb: Callback) -> Callback:
     """Options that say what is written, in which element types, and what may be left out."""
     for option in (
+        click.option(
+            "--rename",
+            type=Renaming(),
+            multiple=True,
+            metavar="OLD=NEW",
+            help=r"Replace OLD, a regular expression, in names of tensors by NEW. Repeatable.",
+        ),
+        click.option(
+            "--strip-wrappers",
+            "unwrap",
+            is_flag=True,
+            help="Take module., _orig_mod. and other wrappers' parts out of names.",
+        ),
         click.option(
             "--replicas",
             type=click.Choice(["equal", "first"]),

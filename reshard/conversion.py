@@ -26,6 +26,7 @@ from reshard.layout import MASTER, PARAM, TensorKey
 from reshard.manifest import Manifest
 from reshard.plan import Plan
 from reshard.record import Recorder
+from reshard.rename import Rule, renamed
 from reshard.replicas import check_small
 from reshard.report import Report, report
 from reshard.resume import earlier
@@ -49,6 +50,8 @@ class Wanted:
         What the caller believes the source's world size to be; checked.
     world, stage
         Of the target; ``None`` for the source's.
+    rename, unwrap
+        Other names for tensors: see :func:`~reshard.rename.renamed`. All else speaks of the new ones.
     dtype, keep
         Cast the weights to this type, except names that match one of these globs.
     state, optimizer, max_shard_bytes, tag, expert_parallel
@@ -72,6 +75,8 @@ class Wanted:
     max_shard_bytes: int | None = None
     tag: str | None = None
     expert_parallel: int | None = None
+    rename: tuple[Rule, ...] = ()
+    unwrap: bool = False
     drop: tuple[str, ...] = ()
     replicas: Replicas = "equal"
     derived: bool = True
@@ -216,6 +221,7 @@ def planned(
     check(manifest)
     check_target(place)
     _check_from(manifest, wanted)
+    manifest = renamed(manifest, wanted.rename, unwrap=wanted.unwrap)
     draft = _draft(manifest, wanted, place, formats)
     _check_losses(manifest, draft, wanted)
     proofs = (*draft.proofs, *_derived(manifest, draft)) if wanted.derived else ()
