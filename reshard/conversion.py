@@ -51,7 +51,7 @@ class Wanted:
     world, stage
         Of the target; ``None`` for the source's.
     rename, unwrap
-        Other names for tensors: see :func:`~reshard.rename.renamed`. All else speaks of the new ones.
+        Other names for tensors, of which all else speaks: :func:`~reshard.rename.renamed`.
     dtype, keep
         Cast the weights to this type, except names that match one of these globs.
     state, optimizer, max_shard_bytes, tag, expert_parallel

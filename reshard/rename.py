@@ -1,8 +1,8 @@
 """What are tensors called in the target?
 
-Rules change the names of a manifest before anything is planned: the names that wrappers of modules
-add are taken out, then each rule's matches are replaced, in the order of the rules. Two tensors must
-not come to one name. The script's own state keeps its names.
+Rules change the names of a manifest before anything is planned: what wrappers of modules add is
+taken out, then each rule's matches are replaced, in the order of the rules. Two tensors must not
+come to one name. The script's own state keeps its names.
 """
 
 from __future__ import annotations
