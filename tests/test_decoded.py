@@ -21,7 +21,7 @@ import pytest
 from encoded import Unzip, encode
 
 import reshard
-from reshard import Options, Wanted, conversion, decoded
+from reshard import Options, Wanted, conversion, decoded, record, work
 from reshard.api import open_manifest
 from reshard.checkpoint import Checkpoint
 from reshard.decoded import DecodedFiles, Write
@@ -359,3 +359,51 @@ def _anonymous() -> int:
 def test_files_compare_by_what_they_are(plain: Manifest) -> None:
     assert replace(plain.files[0]) == plain.files[0]
     assert File("a", 1) != File("a", 1, Unzip("a"))
+
+
+# -- going on after a kill ------------------------------------------------------------------------
+
+
+def interrupted(source: Manifest, target: Path, after: int) -> None:
+    """Convert, and interrupt it when some bytes have been moved."""
+    moved = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal moved
+        moved += nbytes
+        if moved > after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(source, target, WANTED, Options(sync=False, workers=1, progress=progress))
+
+
+@pytest.fixture
+def halfway(
+    plain: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Manifest, Path]:
+    """A conversion of encoded files that was interrupted, and its target."""
+    monkeypatch.setattr(record, "UNIT", 20_000)
+    monkeypatch.setattr(work, "SHARE", 6_000)
+    source = encode(plain, tmp_path / "encoded")
+    interrupted(source, tmp_path / "target", after=sum(plain.nbytes.values()) // 2)
+    return source, tmp_path / "target"
+
+
+def test_a_killed_conversion_goes_on(
+    halfway: tuple[Manifest, Path], plain: Manifest, tmp_path: Path
+) -> None:
+    source, target = halfway
+    done = convert(source, target)
+    assert done.resumed_bytes > 0
+    convert(plain, tmp_path / "undisturbed")
+    assert contents(target) == contents(tmp_path / "undisturbed")
+
+
+def test_a_stored_file_that_has_changed_is_never_mixed(
+    halfway: tuple[Manifest, Path], tmp_path: Path
+) -> None:
+    source, target = halfway
+    path = tmp_path / "encoded" / "0.z"
+    path.write_bytes(path.read_bytes())  # the same bytes, and other marks
+    assert convert(source, target).resumed_bytes == 0
