@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from reshard.box import Shape
+from reshard.digest import CRC32
 from reshard.dtypes import DType, dtype
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats._dcp_metadata import Blob, Index
 from reshard.source import Handle, source_error
-from reshard.stored import StoredTensor
+from reshard.stored import StoredTensor, contiguous_strides
 from reshard.torchfile import TorchFile, read_torch_file
 
 OPEN_FILES = 64
@@ -119,6 +123,29 @@ class Blobs:
         if 0 < found.nbytes < 1 << 31:
             self._learn(blob, key, found)
         return found
+
+    def array(self, blob: Blob, shape: Shape, kind: DType) -> NDArray[Any]:
+        """Read a small chunk, and check the CRC-32 of its storage.
+
+        Raises
+        ------
+        CorruptError
+            If it is wrong, or as :meth:`payload`.
+        """
+        found = self.payload(blob, shape, kind)
+        data = self._pread(blob, found.begin, found.nbytes)
+        if CRC32.of(data) != found.crc32:
+            raise CorruptError(
+                f"CRC-32 is {CRC32.of(data):08x}, but the zip says {found.crc32:08x}",
+                where=f"{self.path(blob)} at byte {blob.offset}",
+                hint="the file was damaged after it was written",
+            )
+        if not data:
+            return np.empty(shape, kind.numpy)
+        strides = found.strides or contiguous_strides(shape)
+        steps = tuple(stride * kind.itemsize for stride in strides)
+        view = np.ndarray(shape, kind.numpy, data, found.offset - found.begin, steps)
+        return np.array(view, order="C")
 
     def _parsed(self, blob: Blob, shape: Shape, kind: DType) -> Payload:
         file = self.open(blob)

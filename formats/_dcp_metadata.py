@@ -203,6 +203,7 @@ class _Reading:
     def __init__(self, path: Path, joined: _Joined) -> None:
         self._path = path
         self._joined = joined
+        self._names: dict[str, str] = {}
 
     def read(self) -> None:
         try:
@@ -275,12 +276,18 @@ class _Reading:
             or not all(isinstance(t, str) for t in transforms)
         ):
             raise self._bad(f"places {brief(key)} in {brief(file)} at {brief(offset)}")
-        steps = PurePosixPath(file).parts
-        if not steps or file.startswith("/") or ".." in steps or "\\" in file or "\0" in file:
+        if (name := self._names.get(file)) is None:
+            name = self._names[file] = self._file(file)
+        return Blob(name, offset, length, tuple(transforms))
+
+    def _file(self, name: str) -> str:
+        """The path of a file, which lies in the checkpoint's folder."""
+        steps = PurePosixPath(name).parts
+        if not steps or name.startswith("/") or ".." in steps or "\\" in name or "\0" in name:
             raise UnsafeError(
-                f"names a file outside of its folder: {brief(file)}", where=self._path
+                f"names a file outside of its folder: {brief(name)}", where=self._path
             )
-        return Blob(PurePosixPath(file).as_posix(), offset, length, tuple(transforms))
+        return PurePosixPath(name).as_posix()
 
     def _item(self, key: str, one: object, blobs: dict[tuple[str, Shape | None], Blob]) -> None:
         name = one.qualname.rpartition(".")[2] if isinstance(one, Record) else ""

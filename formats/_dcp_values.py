@@ -20,8 +20,6 @@ from reshard.formats._dcp_spaces import Spaces, full_chunks
 from reshard.formats._torch import Values
 from reshard.layout import CLIENT
 from reshard.plain import LARGEST_ARRAY, LeftOut, TensorRef, encode
-from reshard.stored import StoredTensor
-from reshard.torchfile import read_tensor
 
 LONGEST_LIST = 1 << 16
 """Elements that a list may have whose elements have blobs of their own."""
@@ -77,11 +75,10 @@ class Script:
 
     def array(self, key: str, copy: int = 0) -> np.ndarray[Any, Any]:
         """A tensor that is stored whole."""
-        (chunk,) = full_chunks(self._index.tensors[key])
-        file = self._blobs.open(chunk.blobs[min(copy, len(chunk.blobs) - 1)])
-        if not isinstance(file.value, StoredTensor):
-            raise InconsistentError(f"{key} isn't a tensor", where=file.path)
-        return read_tensor(file, file.value)
+        stored = self._index.tensors[key]
+        (chunk,) = full_chunks(stored)
+        blob = chunk.blobs[min(copy, len(chunk.blobs) - 1)]
+        return self._blobs.array(blob, stored.shape, stored.dtype)
 
     def copies(self, keys: Iterable[str]) -> int:
         """How many ranks wrote any of these keys."""
