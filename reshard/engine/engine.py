@@ -196,13 +196,14 @@ class ZeroEngine(Account):
             self._begin_backward(partial=False)
             core.reducer.outermost(None)
 
-        return Stage(
-            self.module,
-            self,
-            begin,
-            lambda: self._end_backward(partial=False),
-            lambda: core.scale.value if last else 1.0,
-        )
+        def end() -> None:
+            try:
+                self._end_backward(partial=False)
+            except BaseException as error:
+                self._fail("backward", error)
+                raise
+
+        return Stage(self.module, self, begin, end, lambda: core.scale.value if last else 1.0)
 
     def step(self) -> StepInfo:
         """Divide the summed gradients by the number of micro-batches, clip, and step.
