@@ -140,6 +140,16 @@ class DecodedFiles:
         self._files: dict[int, _Decoded] = {}
         self._slabs: OrderedDict[_Slab, None] = OrderedDict()
 
+    def find(self, file: int) -> memoryview | None:
+        """The bytes of a file, if they are kept."""
+        with self._lock:
+            found = self._files.get(file)
+            if found is None or found.view is None:
+                return None
+            if found.slab is not None:
+                self._slabs.move_to_end(found.slab)
+            return found.view
+
     def get(self, file: int, decoder: Decoder, nbytes: int, path: Path) -> memoryview:
         """The bytes of a file; threads that ask for one that is being decoded wait for it.
 
@@ -163,8 +173,6 @@ class DecodedFiles:
         """
         with self._lock:
             found = self._files.setdefault(file, _Decoded())
-            if found.slab is not None and found.slab in self._slabs:
-                self._slabs.move_to_end(found.slab)
         with found.lock:
             if found.view is None:
                 if self._take_memory(nbytes):

@@ -126,6 +126,9 @@ class SourceFiles:
         return self._manifest.files[file].decoder is not None
 
     def _decode(self, file: int) -> memoryview:
+        found = self._decoded.find(file)
+        if found is not None:
+            return found
         what, path = self._manifest.files[file], self.path(file)
         assert what.decoder is not None
         try:
