@@ -89,6 +89,10 @@ def inputs(folder: Path, nbytes: int) -> dict[str, Path]:
             wanted = Wanted(format="native", world=ranks, stage=1, drop=("*",))
             api.convert(own, path, wanted, Options())
     shutil.rmtree(own, ignore_errors=True)
+    path = found["dcp"] = folder / "dcp"
+    if not path.exists():
+        wanted = Wanted(format="dcp", world=RANKS, drop=("*",))
+        api.convert(found["stage2"], path, wanted, Options())
     return found
 
 

@@ -91,11 +91,11 @@ class Bench:
         self._compare(name, source, cases)
         child.close()
 
-    def consolidate(self, name: str, stage: int) -> None:
+    def consolidate(self, name: str) -> None:
         """Consolidation of masters against ``cp`` of the file that comes out."""
-        source, child = self.input(f"stage{stage}"), Child()
+        source, child = self.input(name), Child()
         wanted = {"format": "safetensors", "drop": ["*"]}
-        done = self.folder / f"consolidated{stage}"
+        done = self.folder / f"consolidated-{name}"
         if not done.with_suffix(".safetensors").exists():
             call(child, source, wanted, False, done)
         file = done.with_suffix(".safetensors")
@@ -110,6 +110,19 @@ class Bench:
             words = ["consolidate", str(source), ".safetensors", "--drop", "*"]
             cases["command+sync"] = partial(cli, words)
         self._compare(name, file, cases, read=source)
+        child.close()
+
+    def dcp(self, name: str) -> None:
+        """A distributed checkpoint of 4 ranks to a native one of 8, against ``cp -r`` of it."""
+        source, child = self.input("dcp"), Child()
+        wanted = {"format": "native", "world": 8}
+        cases: dict[str, Case] = {
+            "cp": partial(copy, source),
+            "library": partial(call, child, source, wanted, False),
+            "cp+sync": partial(copy_sync, source),
+            "library+sync": partial(call, child, source, wanted, True),
+        }
+        self._compare(name, source, cases)
         child.close()
 
     def _compare(
@@ -175,8 +188,10 @@ class Bench:
         """All there are, by name."""
         return {
             **{name: partial(self.native, name, a, b) for name, a, b in NATIVE},
-            "stage2": partial(self.consolidate, "stage2", 2),
-            "stage3": partial(self.consolidate, "stage3", 3),
+            "stage2": partial(self.consolidate, "stage2"),
+            "stage3": partial(self.consolidate, "stage3"),
+            "dcp": partial(self.consolidate, "dcp"),
+            "dcp to native": partial(self.dcp, "dcp to native"),
             "memory": self.memory,
             "planning": self.planning,
         }

@@ -8,7 +8,7 @@ written several times: these are replicas, which are proved equal when they are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reshard.builder import Builder
 from reshard.dtypes import DType
@@ -58,6 +58,7 @@ class Spaces:
     builder: Builder
     blobs: Blobs
     mesh: Mesh
+    _files: dict[str, int] = field(default_factory=dict)
 
     def add(
         self,
@@ -144,7 +145,9 @@ class Spaces:
 
     def _payload(self, dtype: DType, chunk: Chunk, blob: Blob) -> tuple[int, Payload]:
         found = self.blobs.payload(blob, chunk.box.shape, dtype)
-        file = self.builder.file(self.blobs.path(blob))
+        file = self._files.get(blob.file)
+        if file is None:
+            file = self._files[blob.file] = self.builder.file(self.blobs.path(blob))
         label = f"{blob.file} at byte {blob.offset}"
         self.builder.region(file, found.begin, found.nbytes, found.crc32, label)
         return file, found
