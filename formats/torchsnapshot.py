@@ -2,8 +2,9 @@
 
 The list (:mod:`._torchsnapshot_manifest`) is written last. Each rank has a nested dict of its own
 below each key of the program's state. What looks like a torch optimizer (``state`` and
-``param_groups``) gives tensors by parameter: ``optim.0`` where they are numbered, for no name is
-stored. All other tensors are weights, called by their way in the state dict.
+``param_groups``) gives tensors by parameter. Where parameters are numbered nothing says what they
+are called: their state is kept as the program's own, such as ``optim.state.0.exp_avg``. All other
+tensors are weights, called by their way in the state dict.
 
 A tensor that several ranks stored is stored several times: the copies are compared. torchsnapshot
 keeps no checksum. Neither it nor torch is imported. The rules are those of version 0.1.0.
@@ -105,7 +106,7 @@ class _Reading:
         top, *rest = way
         if top in self._optimizers and len(rest) == 3 and rest[0] == "state":
             numbered = rest[1].isdecimal()
-            return (f"{top}.{rest[1]}" if numbered else rest[1]), rest[2]
+            return (".".join(way), CLIENT) if numbered else (rest[1], rest[2])
         if top in self._optimizers:
             return ".".join(way), CLIENT
         tops = {other[0] for other in self._tensors} - self._optimizers

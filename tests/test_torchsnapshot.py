@@ -67,16 +67,17 @@ def test_reads_equal_to_the_truth(real: Path) -> None:
     for name, expected in load_file(real / "truth.safetensors").items():
         array = checkpoint[f"module.{name}"].numpy()
         assert (array.dtype, array.tobytes()) == (expected.dtype, expected.tobytes()), name
-    states = {(f"optim.{i}", s) for i in (0, 1) for s in ("step", "exp_avg", "exp_avg_sq")}
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    states = {(f"optim.state.{i}.{s}", "client") for i in (0, 1) for s in kinds}
     weights = {(f"module.{n}", "param") for n in ("weight", "bias")}
     assert set(checkpoint.manifest.tensors) == states | weights
-    assert checkpoint["optim.0", "exp_avg"].shape == (4, 6)
-    assert checkpoint["optim.0", "step"].numpy() > 0
+    assert checkpoint["optim.state.0.exp_avg", "client"].shape == (4, 6)
+    assert checkpoint["optim.state.0.step", "client"].numpy() > 0
 
 
 def test_every_ranks_own_copy_is_read_and_compared(real: Path, copy: Path, tmp_path: Path) -> None:
     """Optimizer states weren't declared as replicated: each rank has stored them."""
-    tensor = open_manifest(real / "ckpt").tensors["optim.0", "exp_avg"]
+    tensor = open_manifest(real / "ckpt").tensors["optim.state.0.exp_avg", "client"]
     assert len(tensor.places) == 2
     entries = json.loads((copy / METADATA).read_bytes())["manifest"]
     entry = entries["1/optim/state/0/exp_avg"]
@@ -84,7 +85,7 @@ def test_every_ranks_own_copy_is_read_and_compared(real: Path, copy: Path, tmp_p
     content = bytearray(path.read_bytes())
     content[entry["byte_range"][0]] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InconsistentError, match=r"exp_avg.*optim\.0"):
+    with pytest.raises(InconsistentError, match=r"optim\.state\.0\.exp_avg"):
         reshard.convert(copy, tmp_path / "out", Wanted(format="native"), FAST)
 
 
