@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from reshard.digest import CRC32
 from reshard.dtypes import DType, dtype
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats._dcp_metadata import Blob, Index
+from reshard.formats._dcp_zstd import ZSTD, decompressed
 from reshard.source import Handle, source_error
 from reshard.stored import StoredTensor, contiguous_strides
 from reshard.torchfile import TorchFile, read_torch_file
@@ -46,6 +48,9 @@ class Payload(NamedTuple):
         In elements; ``None`` for row-major.
     begin, nbytes, crc32
         The storage that it lies in, and what the zip says of it.
+    whole
+        Bytes of the file that these places count in, where it isn't the blob's own but what comes
+        of decompressing the blob; else ``None``.
     """
 
     dtype: DType
@@ -55,6 +60,7 @@ class Payload(NamedTuple):
     begin: int
     nbytes: int
     crc32: int
+    whole: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +90,34 @@ class Blobs:
         """The file that it lies in."""
         return self._root / blob.file
 
-    def open(self, blob: Blob) -> TorchFile:
-        """Parse a blob.
+    @contextmanager
+    def open(self, blob: Blob) -> Generator[tuple[TorchFile, int | None]]:
+        """Parse a blob: what it holds, and its length if it had to be decompressed.
 
         Raises
         ------
         ReshardError
             As :func:`~reshard.torchfile.read_torch_file`.
         UnsupportedError
-            If it was transformed when it was written.
+            If it was transformed in another way when it was written.
         """
-        if blob.transforms:
+        path = self.path(blob)
+        if blob.transforms == ZSTD:
+            with decompressed(self._root, blob) as plain:
+                # its small tensors are read from there
+                yield (
+                    replace(read_torch_file(plain.fileno(), path), path=Path(plain.name)),
+                    (os.fstat(plain.fileno()).st_size),
+                )
+        elif blob.transforms:
             raise UnsupportedError(
                 f"was saved through {', '.join(blob.transforms)}, which isn't supported",
-                where=self.path(blob),
+                where=path,
                 hint="load it with torch and save it again without extensions",
             )
-        return read_torch_file(
-            self._handle(blob).fd, self.path(blob), offset=blob.offset, length=blob.length
-        )
+        else:
+            fd = self._handle(blob).fd
+            yield read_torch_file(fd, path, offset=blob.offset, length=blob.length), None
 
     def payload(self, blob: Blob, shape: Shape, kind: DType) -> Payload:
         """Find the elements of a chunk of that shape and type.
@@ -120,7 +135,7 @@ class Blobs:
                 offset=found.offset + blob.offset, begin=found.begin + blob.offset, crc32=crc
             )
         found = self._parsed(blob, shape, kind)
-        if 0 < found.nbytes < 1 << 31:
+        if 0 < found.nbytes < 1 << 31 and found.whole is None:
             self._learn(blob, key, found)
         return found
 
@@ -133,7 +148,7 @@ class Blobs:
             If it is wrong, or as :meth:`payload`.
         """
         found = self.payload(blob, shape, kind)
-        data = self._pread(blob, found.begin, found.nbytes)
+        data = self._bytes(blob, found)
         if CRC32.of(data) != found.crc32:
             raise CorruptError(
                 f"CRC-32 is {CRC32.of(data):08x}, but the zip says {found.crc32:08x}",
@@ -147,25 +162,30 @@ class Blobs:
         view = np.ndarray(shape, kind.numpy, data, found.offset - found.begin, steps)
         return np.array(view, order="C")
 
+    def _bytes(self, blob: Blob, found: Payload) -> bytes:
+        if found.whole is None:
+            return self._pread(blob, found.begin, found.nbytes)
+        with decompressed(self._root, blob) as file:
+            return os.pread(file.fileno(), found.nbytes, found.begin)
+
     def _parsed(self, blob: Blob, shape: Shape, kind: DType) -> Payload:
-        file = self.open(blob)
-        tensor = file.value
-        where = f"{self.path(blob)} at byte {blob.offset}"
-        if not isinstance(tensor, StoredTensor):
-            raise CorruptError("holds no tensor where a chunk of one is due", where=where)
-        if tensor.shape != shape or dtype(tensor.dtype) != kind:
-            raise CorruptError(
-                f"holds {tensor.dtype} {list(tensor.shape)}; the metadata say {kind} {list(shape)}",
-                where=where,
-                hint="data and metadata are of different saves: one was overwritten, or copied "
-                "without the other",
-            )
-        extent = file.extent(tensor)
-        strides = None if extent.contiguous else tensor.strides
-        member = extent.member
-        return Payload(
-            kind, shape, extent.offset, strides, member.offset, member.nbytes, member.crc32
-        )
+        with self.open(blob) as (file, whole):
+            tensor = file.value
+            where = f"{self.path(blob)} at byte {blob.offset}"
+            if not isinstance(tensor, StoredTensor):
+                raise CorruptError("holds no tensor where a chunk of one is due", where=where)
+            if tensor.shape != shape or dtype(tensor.dtype) != kind:
+                raise CorruptError(
+                    f"holds {tensor.dtype} {list(tensor.shape)}; the metadata say {kind} "
+                    f"{list(shape)}",
+                    where=where,
+                    hint="data and metadata are of different saves: one was overwritten, or copied "
+                    "without the other",
+                )
+            extent = file.extent(tensor)
+            strides = None if extent.contiguous else tensor.strides
+            at, nbytes, crc32 = extent.member.offset, extent.member.nbytes, extent.member.crc32
+            return Payload(kind, shape, extent.offset, strides, at, nbytes, crc32, whole)
 
     def _learn(self, blob: Blob, key: tuple[int, Shape, DType], found: Payload) -> None:
         head = self._pread(blob, blob.offset, found.begin - blob.offset)
@@ -259,12 +279,6 @@ def _refuse_overlap(path: Path, first: str, second: str, offset: int) -> None:
         f"{first} and {second} overlap at byte {offset}: the metadata are of another save",
         where=path,
     )
-
-
-def value_of(blobs: Blobs, blob: Blob) -> tuple[Any, TorchFile]:
-    """A value that isn't a tensor, as its pickle gives it, and the file that it is of."""
-    file = blobs.open(blob)
-    return file.value, file
 
 
 def orphans(root: Path, index: Index) -> list[str]:

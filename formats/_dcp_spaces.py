@@ -16,6 +16,7 @@ from reshard.errors import IncompleteError
 from reshard.formats._dcp_blobs import Blobs, Payload
 from reshard.formats._dcp_mesh import Mesh
 from reshard.formats._dcp_metadata import Blob, Chunk, Stored
+from reshard.formats._dcp_zstd import ZstdBlob
 from reshard.layout import Entry, FlatSpace
 from reshard.partition import Explicit
 from reshard.ruler import ints
@@ -145,9 +146,15 @@ class Spaces:
 
     def _payload(self, dtype: DType, chunk: Chunk, blob: Blob) -> tuple[int, Payload]:
         found = self.blobs.payload(blob, chunk.box.shape, dtype)
-        file = self._files.get(blob.file)
-        if file is None:
-            file = self._files[blob.file] = self.builder.file(self.blobs.path(blob))
+        file = self._file(blob, found)
         label = f"{blob.file} at byte {blob.offset}"
         self.builder.region(file, found.begin, found.nbytes, found.crc32, label)
         return file, found
+
+    def _file(self, blob: Blob, found: Payload) -> int:
+        if found.whole is not None:
+            return self.builder.encoded(blob.file, found.whole, ZstdBlob(blob))
+        file = self._files.get(blob.file)
+        if file is None:
+            file = self._files[blob.file] = self.builder.file(self.blobs.path(blob))
+        return file

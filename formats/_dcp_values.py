@@ -7,19 +7,20 @@ compare them: that is told. Where each rank wrote metadata of its own, all are c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from reshard.builder import Builder, Placed
-from reshard.errors import CorruptError, InconsistentError
+from reshard.errors import CorruptError, InconsistentError, UnsupportedError
 from reshard.formats._dcp_blobs import Blobs
 from reshard.formats._dcp_metadata import Blob, Index, Path_
 from reshard.formats._dcp_spaces import Spaces, full_chunks
 from reshard.formats._torch import Values
 from reshard.layout import CLIENT
 from reshard.plain import LARGEST_ARRAY, LeftOut, TensorRef, encode
+from reshard.stored import StoredTensor, item_bytes
 
 LONGEST_LIST = 1 << 16
 """Elements that a list may have whose elements have blobs of their own."""
@@ -65,11 +66,17 @@ class Script:
         if blobs is None:
             return self.array(key, copy)
         blob = blobs[min(copy, len(blobs) - 1)]
-        file = self._blobs.open(blob)
-        if any(name.startswith(_SHARDED) for name in file.opaque):
-            return self._one_rank_s(key, blob)
-        values = Values(self._builder, file, prefix=f"rank{copy}/" if copy else "")
-        found = values.plain(file.value, key)
+        with self._blobs.open(blob) as (file, whole):
+            if any(name.startswith(_SHARDED) for name in file.opaque):
+                return self._one_rank_s(key, blob)
+            if whole is not None and any(map(_is_large, _tensors(file.value))):
+                raise UnsupportedError(
+                    f"{key} holds a large tensor inside of a compressed value",
+                    where=self._blobs.path(blob),
+                    hint="load it with torch and save it again without extensions",
+                )
+            values = Values(self._builder, file, prefix=f"rank{copy}/" if copy else "")
+            found = values.plain(file.value, key)
         self._inside += values.tensors
         return found
 
@@ -204,3 +211,19 @@ def listed(value: Any) -> Any:
     if value and all(type(k) is int for k in value):
         return [listed(value.get(i)) for i in range(max(value) + 1)]
     return {k: listed(v) for k, v in value.items()}
+
+
+def _tensors(value: Any) -> Iterator[StoredTensor]:
+    """The tensors inside of a value."""
+    if isinstance(value, StoredTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _is_large(tensor: StoredTensor) -> bool:
+    return tensor.numel * item_bytes(tensor.dtype) > LARGEST_ARRAY

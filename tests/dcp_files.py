@@ -16,7 +16,7 @@ from reshard.checkpoint import Checkpoint
 GOOD = (
     "fsdp2_p2", "fsdp2_p3", "fsdp2_p4", "fsdp2_p4_tied", "fsdp2_p4_frozen", "fsdp2_p4_bf16",
     "fsdp2_p4_async", "fsdp2_p4_asyncproc", "fsdp2_p4_threads2", "fsdp2_p4_perfile",
-    "fsdp2_p4_flatopt", "fsdp2tp_2x2", "fsdp1_p2_sharded_flat", "fsdp1_hsdp_2x2",
+    "fsdp2_p4_zstd", "fsdp2_p4_flatopt", "fsdp2tp_2x2", "fsdp1_p2_sharded_flat", "fsdp1_hsdp_2x2",
 )  # fmt: skip
 
 

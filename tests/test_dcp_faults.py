@@ -258,3 +258,38 @@ def test_an_optimizer_that_is_one_rank_s_pickle(real: Path, tmp_path: Path) -> N
 def test_what_nobody_can_read_is_named(real: Path, name: str, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         reshard.open(real / name)
+
+
+def test_a_damaged_zstd_stream(real: Path, tmp_path: Path) -> None:
+    """A flipped bit is found when a chunk is opened or moved, or was in bytes that mean nothing."""
+    folder = tmp_path / "ckpt"
+    shutil.copytree(real / "fsdp2_p4_zstd" / "ckpt", folder)
+    sound = reshard.open(real / "fsdp2_p4_zstd" / "ckpt")
+    path = folder / "__2_0.distcp"
+    whole = path.read_bytes()
+    found = 0
+    for number, at in enumerate(range(40, len(whole), len(whole) // 12)):
+        data = bytearray(whole)
+        data[at] ^= 16
+        path.write_bytes(data)
+        target = tmp_path / f"native{number}"
+        try:
+            convert(folder, target, Wanted(format="native"), FAST)
+        except CorruptError as error:
+            assert "__2_0" in str(error)
+            assert not target.exists()
+            found += 1
+            continue
+        made = reshard.open(target)
+        for name, state in sound.manifest.tensors:
+            assert made[name, state].numpy().tobytes() == sound[name, state].numpy().tobytes()
+    assert found >= 8
+
+
+def test_a_truncated_zstd_stream(real: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(real / "fsdp2_p4_zstd" / "ckpt", folder)
+    path = folder / "__2_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CorruptError, match="truncated"):
+        reshard.open(folder)
