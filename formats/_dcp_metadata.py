@@ -114,12 +114,18 @@ class Index:
         Key to its place in the nested state dict.
     per_rank
         Whether each rank wrote metadata of its own.
+    flattened
+        Key to the shape that a tensor had before Megatron-Core flattened its last dims.
+    plans
+        How many ranks planned the save, where it is told; else 0.
     """
 
     tensors: Mapping[str, Stored]
     values: Mapping[str, tuple[Blob, ...]]
     paths: Mapping[str, Path_]
     per_rank: bool
+    flattened: Mapping[str, Shape] = field(default_factory=dict)
+    plans: int = 0
 
     def blobs(self) -> Iterator[tuple[str, Blob]]:
         """Every blob with its key."""
@@ -178,6 +184,8 @@ class _Joined:
     chunks: dict[str, dict[Box, list[Blob]]] = field(default_factory=dict)
     values: dict[str, list[Blob]] = field(default_factory=dict)
     paths: dict[str, Path_] = field(default_factory=dict)
+    flattened: dict[str, Shape] = field(default_factory=dict)
+    plans: int = 0
 
     def index(self, *, per_rank: bool) -> Index:
         tensors = {
@@ -194,7 +202,7 @@ class _Joined:
         }
         values = {key: tuple(blobs) for key, blobs in self.values.items()}
         paths = {key: self.paths.get(key, (key,)) for key in (*tensors, *values)}
-        return Index(tensors, values, paths, per_rank)
+        return Index(tensors, values, paths, per_rank, self.flattened, self.plans)
 
 
 class _Reading:
@@ -217,6 +225,9 @@ class _Reading:
                 f"is of version {brief(metadata['version'])}; this reads 1.0.0", where=self._path
             )
         self._paths(metadata.get("planner_data"))
+        self._flattened(metadata.get("mcore_data"))
+        plans = metadata.get("all_local_plans")
+        self._joined.plans += len(plans) if isinstance(plans, list) else 0
         blobs = self._blobs(metadata.get("storage_data"))
         for key, one in self._dict(metadata.get("state_dict_metadata")).items():
             self._item(key, one, blobs)
@@ -247,6 +258,13 @@ class _Reading:
                 raise self._bad(f"gives {brief(key)} the path {brief(path)}")
             if self._joined.paths.setdefault(key, path) != path:
                 raise InconsistentError(f"{key} has another path here", where=self._path)
+
+    def _flattened(self, value: object) -> None:
+        """What Megatron-Core 0.8 to 0.12 adds to the metadata."""
+        for key, one in self._dict(value or {}).items():
+            shape = self._dict(one).get("nd_reformulated_orig_global_shape")
+            if shape is not None:
+                self._joined.flattened[key] = self._shape(key, shape)
 
     def _blobs(self, value: object) -> dict[tuple[str, Shape | None], Blob]:
         if not isinstance(value, dict):

@@ -59,6 +59,7 @@ class Dcp:
         """Read the metadata, the pickles of all values, and where in the files tensors begin."""
         _refuse_others(root)
         index = read(root)
+        _refuse_megatron(root, index)
         check_files(root, index)
         _refuse_local_state(root, index)
         keys = sort_keys(index)
@@ -99,11 +100,20 @@ def _axes(mesh: Mesh) -> dict[str, int]:
 # -- what can't be read ---------------------------------------------------------------------------
 
 
-def _refuse_others(root: Path) -> None:
-    if (root / "metadata.json").is_file() and (root / "common.pt").is_file():
+def _refuse_megatron(root: Path, index: Index) -> None:
+    if (root / "common.pt").is_file() or any(k.startswith("common_state/") for k in index.values):
+        whole = (root / "metadata.json").is_file()
         raise UnsupportedError(
-            "is a checkpoint of Megatron-Core, whose keys mean something else", where=root
+            "is a checkpoint of Megatron-Core, whose keys mean something else"
+            + ("" if whole else "; its metadata.json, which is written last, is missing"),
+            where=root,
+            hint="read it as megatron"
+            if whole
+            else "the save wasn't finished: take an earlier one",
         )
+
+
+def _refuse_others(root: Path) -> None:
     if (root / _OTHER_LIBRARY).is_file() and not (root / METADATA).exists():
         raise UnsupportedError(
             "is a checkpoint of another library (torch_checkpointing), not of torch's own DCP",

@@ -1,0 +1,66 @@
+"""Real checkpoints of Megatron-Core: what was in them, and copies that are changed on purpose."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+GPT = (
+    "gpt_tp1pp2dp2_fully_reshardable_v019",
+    "gpt_tp2pp1dp2_fully_reshardable_v019",
+    "gpt_tp2pp1dp2_fully_reshardable_singleton_v019",
+    "gpt_tp2pp1dp2_fully_sharded_model_space_v012",
+    "gpt_tp2pp1dp2_dp_zero_gather_scatter_v019",
+    "gpt_tp2pp1dp2_dp_reshardable_v019",
+)
+RAW = ("raw_tp2dp2_v08_zarr_flat", "raw_tp2dp2_v012_flat", "raw_tp2dp2_v019")
+
+_NAMES = {  # the module's name in a model without Transformer Engine, and the checkpoint's
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+def ckpt(fixtures: Path, name: str, scratch: Path) -> Path:
+    """A checkpoint as Megatron-Core wrote it.
+
+    In one of them the path of the save was made anonymous, which its list of checksums shows. It
+    is put back in a copy.
+    """
+    folder = fixtures / "megatron" / name / "ckpt"
+    if not (folder / "integrity.json").exists():
+        return folder
+    target = copy(folder, scratch / name)
+    was = f"/tmp/w/fixtures/megatron/{name}/ckpt".encode()
+    path = target / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"/data/ckpt".ljust(len(was), b"_"), was))
+    return target
+
+
+def truth(folder: Path) -> Iterator[tuple[str, str, NDArray[Any]]]:
+    """Name, state and bytes of every tensor that the live ranks had."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(folder / "truth.safetensors", "pt") as file:
+        for key in file.keys():  # noqa: SIM118 - no mapping
+            raw = file.get_tensor(key).contiguous().reshape(-1).view(torch.uint8).numpy()
+            name, state = str(key), "param"
+            if name.startswith("optimizer.state."):
+                _, _, found, name = name.split(".", 3)
+                state = "master" if found == "param" else found
+            for module, stored in _NAMES.items():
+                name = name.replace(module, stored)
+            yield name, state, raw
+
+
+def copy(source: Path, target: Path) -> Path:
+    """A copy that can be changed."""
+    shutil.copytree(source, target)
+    for path in (target, *target.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return target
