@@ -79,10 +79,13 @@ class Blobs:
     ----------
     root
         Its folder.
+    compressed
+        Whether blobs may be compressed (see :attr:`Payload.whole`).
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, compressed: bool = False) -> None:
         self._root = root
+        self._compressed = compressed
         self._handles: OrderedDict[str, Handle] = OrderedDict()
         self._patterns: dict[tuple[int, Shape, DType], _Pattern] = {}
 
@@ -90,34 +93,35 @@ class Blobs:
         """The file that it lies in."""
         return self._root / blob.file
 
-    @contextmanager
-    def open(self, blob: Blob) -> Generator[tuple[TorchFile, int | None]]:
-        """Parse a blob: what it holds, and its length if it had to be decompressed.
+    def open(self, blob: Blob) -> TorchFile:
+        """Parse a blob that lies there as it is.
 
         Raises
         ------
         ReshardError
             As :func:`~reshard.torchfile.read_torch_file`.
         UnsupportedError
-            If it was transformed in another way when it was written.
+            If it was transformed when it was written.
         """
-        path = self.path(blob)
-        if blob.transforms == ZSTD:
-            with decompressed(self._root, blob) as plain:
-                # its small tensors are read from there
-                yield (
-                    replace(read_torch_file(plain.fileno(), path), path=Path(plain.name)),
-                    (os.fstat(plain.fileno()).st_size),
-                )
-        elif blob.transforms:
+        if blob.transforms:
             raise UnsupportedError(
                 f"was saved through {', '.join(blob.transforms)}, which isn't supported",
-                where=path,
+                where=self.path(blob),
                 hint="load it with torch and save it again without extensions",
             )
-        else:
-            fd = self._handle(blob).fd
-            yield read_torch_file(fd, path, offset=blob.offset, length=blob.length), None
+        fd = self._handle(blob).fd
+        return read_torch_file(fd, self.path(blob), offset=blob.offset, length=blob.length)
+
+    @contextmanager
+    def opened(self, blob: Blob) -> Generator[tuple[TorchFile, int | None]]:
+        """Parse a blob, and its length if it had to be decompressed; see :meth:`open`."""
+        if blob.transforms != ZSTD or not self._compressed:
+            yield self.open(blob), None
+            return
+        with decompressed(self._root, blob) as plain:
+            file = read_torch_file(plain.fileno(), self.path(blob))
+            # its small tensors are read from there
+            yield replace(file, path=Path(plain.name)), os.fstat(plain.fileno()).st_size
 
     def payload(self, blob: Blob, shape: Shape, kind: DType) -> Payload:
         """Find the elements of a chunk of that shape and type.
@@ -169,7 +173,7 @@ class Blobs:
             return os.pread(file.fileno(), found.nbytes, found.begin)
 
     def _parsed(self, blob: Blob, shape: Shape, kind: DType) -> Payload:
-        with self.open(blob) as (file, whole):
+        with self.opened(blob) as (file, whole):
             tensor = file.value
             where = f"{self.path(blob)} at byte {blob.offset}"
             if not isinstance(tensor, StoredTensor):

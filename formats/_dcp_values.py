@@ -66,7 +66,7 @@ class Script:
         if blobs is None:
             return self.array(key, copy)
         blob = blobs[min(copy, len(blobs) - 1)]
-        with self._blobs.open(blob) as (file, whole):
+        with self._blobs.opened(blob) as (file, whole):
             if any(name.startswith(_SHARDED) for name in file.opaque):
                 return self._one_rank_s(key, blob)
             if whole is not None and any(map(_is_large, _tensors(file.value))):

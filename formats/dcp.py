@@ -65,7 +65,7 @@ class Dcp:
         keys = sort_keys(index)
         builder = Builder(self.name, root, algorithm="crc32")
         mesh = mesh_of(index)
-        spaces = Spaces(builder, Blobs(root), mesh)
+        spaces = Spaces(builder, Blobs(root, compressed=True), mesh)
         script = Script(spaces, index)
         optimizers = Optimizers(spaces, script, index, keys.model.values())
         groups = [optimizers.add(i, one) for i, one in enumerate(keys.optimizers)]

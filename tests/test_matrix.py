@@ -37,6 +37,7 @@ SOURCES: dict[str, tuple[str, str | None]] = {
     "dcp of FSDP1": ("dcp/fsdp1_hsdp_2x2/ckpt", None),
     "dcp with tensor parallelism": ("dcp/fsdp2tp_2x2/ckpt", None),
     "orbax": ("orbax/default_ocdbt/ckpt", None),
+    "megatron": ("megatron/gpt_tp2pp1dp2_fully_reshardable_v019/ckpt", None),
     "bytecheckpoint": ("bytecheckpoint/fsdp2_ws2/ckpt", None),
     "torchsnapshot": ("torchsnapshot/ddp_ws2/ckpt", None),
     "safetensors": ("deepspeed/z2_p4_bf16/ckpt", "safetensors"),
