@@ -52,7 +52,7 @@ def draft(source: Manifest, request: Request, target: Path, name: str) -> Draft:
         )
     world = request.world or source.layout.world
     found = contents(source, request)
-    book = _Book(world)
+    book = Book(world)
     book.write(found)
     manifest = book.manifest(name, target, found, source)
     kinds = {i.key: i for i in found.items}
@@ -94,16 +94,19 @@ class _Chunk:
 
 
 @dataclass(slots=True)
-class _Book:
+class Book:
     """What stands in which file.
 
     Parameters
     ----------
     world
         How many ranks.
+    extra
+        What else the metadata say.
     """
 
     world: int
+    extra: Mapping[str, object] = field(default_factory=dict)
     chunks: list[_Chunk] = field(default_factory=list)
     small: list[tuple[Path_, Small, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -118,7 +121,7 @@ class _Book:
             self.small.append((path, one, self._take(0, one.layout.nbytes)))
         for item in found.items:
             for owner, box in rows(item.shape, self.world):
-                layout = self._layout(box.shape, item.dtype)
+                layout = self._layout(item.stored(box).shape, item.dtype)
                 begin = self._take(owner, layout.nbytes)
                 self.chunks.append(_Chunk(item, box, owner, begin, layout))
 
@@ -179,7 +182,7 @@ class _Book:
             of_file[chunk.owner].append(chunk)
         for file, chunks in enumerate(of_file):
             self._finish_file(folder / file_name(file), file, chunks, crcs)
-        write_file(folder / METADATA, metadata(self._rows()))
+        write_file(folder / METADATA, metadata(self._rows(), self.extra))
 
     def _finish_file(
         self, path: Path, file: int, chunks: list[_Chunk], crcs: Mapping[tuple[int, int], int]
@@ -198,13 +201,13 @@ class _Book:
             raise target_error(error, path) from error
 
     def _rows(self) -> Iterator[TensorRow | ValueRow]:
-        of_item: dict[int, list[_Chunk]] = {}
+        of_path: dict[Path_, list[_Chunk]] = {}
         for chunk in self.chunks:
-            of_item.setdefault(id(chunk.item), []).append(chunk)
-        for some in of_item.values():
+            of_path.setdefault(chunk.item.path, []).append(chunk)
+        for path, some in of_path.items():
             item = some[0].item
-            placed = tuple((c.box, _blob(c.owner, c.begin, c.layout)) for c in some)
-            yield TensorRow(item.path, item.shape, item.dtype, placed)
+            placed = tuple((c.item.stored(c.box), _blob(c.owner, c.begin, c.layout)) for c in some)
+            yield TensorRow(path, item.stored_shape, item.dtype, placed)
         for path, one, begin in self.small:
             blob = _blob(0, begin, one.layout)
             if one.array is None:

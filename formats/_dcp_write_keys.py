@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.box import Shape
+from reshard.box import Box, Shape
 from reshard.dtypes import DType, from_numpy
 from reshard.errors import RequestError, UnsupportedError
 from reshard.format import AS_WRITTEN, Loss, Request, optimizer_states, weights_state
@@ -44,6 +44,9 @@ class Item:
         The tensor of the source that it is made of.
     shape, dtype
         Of the whole.
+    layer
+        Which layer it is of how many, where the layers are stored as one tensor with an axis for
+        them in front (Megatron-Core).
     """
 
     path: Path_
@@ -51,6 +54,19 @@ class Item:
     source: TensorKey
     shape: Shape
     dtype: DType
+    layer: tuple[int, int] | None = None
+
+    def stored(self, box: Box) -> Box:
+        """A box of it in the tensor that is stored."""
+        if self.layer is None:
+            return box
+        at, _ = self.layer
+        return Box((at, *box.start), (at + 1, *box.stop))
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape of the tensor that is stored."""
+        return self.shape if self.layer is None else (self.layer[1], *self.shape)
 
 
 @dataclass(slots=True)

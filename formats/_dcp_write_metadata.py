@@ -8,7 +8,7 @@ Source: torch 2.13, ``torch/distributed/checkpoint/metadata.py`` and ``filesyste
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,10 @@ class ValueRow:
     blob: Blob
 
 
-def metadata(rows: Iterable[TensorRow | ValueRow]) -> bytes:
-    """The content of ``.metadata``."""
+def metadata(
+    rows: Iterable[TensorRow | ValueRow], extra: Mapping[str, object] | None = None
+) -> bytes:
+    """The content of ``.metadata``; ``extra`` are further fields."""
     described: dict[Any, Any] = {}
     paths: dict[Any, Any] = {}
     storage: dict[Any, Any] = {}
@@ -78,6 +80,7 @@ def metadata(rows: Iterable[TensorRow | ValueRow]) -> bytes:
                 "storage_data": storage,
                 "storage_meta": _new("StorageMeta", meta),
                 "version": "1.0.0",
+                **(extra or {}),
             },
         )
     )

@@ -26,7 +26,7 @@ from reshard.layout import MASTER, PARAM, TensorKey, key_text
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 STACK = re.compile(r"((?:.+\.)?(?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
-_HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
 _MASTERS = ("param", "fp32_param")
 
 
@@ -100,6 +100,16 @@ def _whole(found: dict[TensorKey, Part], where: Path) -> dict[TensorKey, Part]:
         if which == "w":
             result[base, state] = joined(part, other, base)
     return result
+
+
+LAYER = re.compile(r"((?:.+\.)?(?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is read as itself, and not as a state, all layers, a half, or an object."""
+    special = (_STATE, STACK, _HALF)
+    bucket = name.startswith("optimizer.") or ".optimizer.distributed." in name
+    return not (bucket or "/shard_" in name or any(p.fullmatch(name) for p in special))
 
 
 def check_states(found: dict[TensorKey, Part], where: Path) -> list[str]:

@@ -152,7 +152,7 @@ def _group(settings: Mapping[str, Any]) -> ParamGroup:
 
 
 def assign(builder: Builder, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Which parameter group each parameter that has state is in.
+    """Which parameter group each parameter that has state is in; what isn't stored is noted.
 
     Parameters
     ----------
@@ -162,25 +162,30 @@ def assign(builder: Builder, shapes: Mapping[str, Shape]) -> dict[str, int]:
         Of the parameters that have state, by name.
     """
     groups = builder.groups
-    if not shapes or not groups:
-        return {}
+    found = members(groups, shapes)
+    if len(groups) > 1 and shapes:
+        text = f"which parameters were in which of the {len(groups)} groups isn't stored"
+        if found:
+            text += (
+                ": biases and 1-D parameters were put into the group without weight decay, as "
+                "Megatron-Core does by default"
+            )
+        builder.note("note", text, "groups")
+    return found
+
+
+def members(groups: Sequence[ParamGroup], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The group of each parameter, as far as that can be told of the groups."""
     if len(groups) == 1:
         return dict.fromkeys(shapes, 0)
     decay = [group.settings.get("wd_mult") for group in groups]
     others = {repr(encode(_others(group))) for group in groups}
-    if sorted(decay, key=repr) == [0.0, 1.0] and len(others) == 1:
-        text = (
-            "which parameters were in which group isn't stored: biases and 1-D parameters were "
-            "put into the group without weight decay, as Megatron-Core does by default"
-        )
-        builder.note("note", text, "groups")
-        return {
-            name: decay.index(0.0 if len(shape) == 1 or name.endswith(".bias") else 1.0)
-            for name, shape in shapes.items()
-        }
-    text = f"which parameters were in which of the {len(groups)} groups isn't stored"
-    builder.note("note", text, "groups")
-    return {}
+    if sorted(decay, key=repr) != [0.0, 1.0] or len(others) != 1:
+        return {}
+    return {
+        name: decay.index(0.0 if len(shape) == 1 or name.endswith(".bias") else 1.0)
+        for name, shape in shapes.items()
+    }
 
 
 def _others(group: ParamGroup) -> dict[str, Any]:

@@ -99,9 +99,9 @@ class _Reader:
 
 def _common(root: Path, objects: dict[str, Objects]) -> TorchFile:
     """The common state: a file, or a value (a list, of which the first is meant)."""
+    found = objects.pop(COMMON_STATE, None)
     if (root / COMMON).is_file():
         return open_torch_file(root / COMMON)
-    found = objects.pop(COMMON_STATE, None)
     if found is None or len(found.shards) != 1:
         raise IncompleteError(
             f"has neither {COMMON} nor a value {COMMON_STATE}: the state that all ranks share "

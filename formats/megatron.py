@@ -5,7 +5,7 @@ nor torch is imported, and no code from a file runs. The parts: what each backen
 (``_megatron_torch_dist``, ``_megatron_zarr``), as tensors in pieces (``_megatron_parts``); what
 their keys mean (``_megatron_names``); whose state lies where in buckets (``_megatron_buckets``,
 ``_megatron_gathered``, ``_megatron_match``); how all that becomes spaces (``_megatron_spaces``),
-groups and objects (``_megatron_state``).
+groups and objects (``_megatron_state``). Writing begins in ``_megatron_write``.
 
 The rules are those of Megatron-Core 0.8 to 0.19.
 """
@@ -21,7 +21,8 @@ from typing import Any
 from reshard.builder import Builder
 from reshard.collector import collector_paused
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.format import Found
+from reshard.format import Draft, Found, Request
+from reshard.formats import _megatron_write as writing
 from reshard.formats._megatron_buckets import collect
 from reshard.formats._megatron_gathered import gathered
 from reshard.formats._megatron_match import match
@@ -30,12 +31,12 @@ from reshard.formats._megatron_parts import Contents
 from reshard.formats._megatron_spaces import Spaces
 from reshard.formats._megatron_state import State, assign
 from reshard.formats._megatron_torch_dist import COMMON, read_torch_dist
+from reshard.formats._megatron_write import METADATA
 from reshard.formats._megatron_zarr import read_zarr
 from reshard.layout import PARAM
 from reshard.manifest import Manifest
 from reshard.stored import brief
 
-METADATA = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
 _BACKEND = "sharded_backend"
 _LARGEST = 1 << 16
@@ -51,7 +52,7 @@ class Megatron:
 
     name = "megatron"
     title = "Megatron-Core's distributed checkpoints (torch_dist, and the older zarr)"
-    writes = False
+    writes = True
     sharded = True
 
     def detect(self, path: Path) -> Found | None:
@@ -92,6 +93,10 @@ class Megatron:
         shapes = {name: part.shape for (name, state), part in tensors.items() if state != PARAM}
         Spaces(builder, contents.world).add(tensors, assign(builder, shapes))
         return builder.build({"shard": contents.world}, None)
+
+    def draft(self, source: Manifest, request: Request, target: Path) -> Draft:
+        """Lay out ``torch_dist`` in the optimizer format ``fully_reshardable``."""
+        return writing.draft(source, request, target, self.name)
 
 
 FORMAT = Megatron()
