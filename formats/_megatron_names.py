@@ -28,6 +28,7 @@ _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 STACK = re.compile(r"((?:.+\.)?(?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
 _MASTERS = ("param", "fp32_param")
+_LIKE_WEIGHTS = (MASTER, "exp_avg", "exp_avg_sq")
 
 
 def named(parts: Iterable[Part], where: Path) -> dict[TensorKey, Part]:
@@ -125,7 +126,7 @@ def check_states(found: dict[TensorKey, Part], where: Path) -> list[str]:
     IncompleteError
         If one has, or if its weight is missing.
     InconsistentError
-        If a state has another shape than its weight.
+        If the masters or moments have another shape than the weight.
     """
     states: dict[str, set[str]] = {}
     for name, state in found:
@@ -146,7 +147,8 @@ def check_states(found: dict[TensorKey, Part], where: Path) -> list[str]:
                 hint="keys were lost from the metadata: save or copy the checkpoint again",
             )
         for state in sorted(has):
-            if (shape := found[name, state].shape) != weight.shape:
+            shape = found[name, state].shape
+            if state in _LIKE_WEIGHTS and shape != weight.shape:
                 raise InconsistentError(
                     f"{key_text((name, state))} is {list(shape)}, and the weight is "
                     f"{list(weight.shape)}",
