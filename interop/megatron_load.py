@@ -6,7 +6,8 @@ Run by a Python that has ``megatron-core`` and torch; it needs no accelerator::
 
 Two ranks ask Megatron-Core for every tensor of the checkpoint. Each takes half of the last dim that
 can be halved, and layers one by one; together they take everything. TRUTH holds each key's bytes
-under its name, a key of all layers being whole. The common state is loaded, too. Exits with 0 if all of it is equal.
+under its name, a key of all layers being whole. The common state is loaded, too. Exits with 0 if
+all of it is equal.
 """
 
 from __future__ import annotations
