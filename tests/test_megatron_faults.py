@@ -145,16 +145,17 @@ def test_a_flipped_bit_of_the_payload(copy: Copy, tmp_path: Path, name: str, sta
     assert not (tmp_path / "native").exists()
 
 
-def test_a_file_that_the_list_of_checksums_does_not_know(
-    fixtures_dir: Path, tmp_path: Path
-) -> None:
-    root = megatron.ckpt(fixtures_dir, "raw_tp2dp2_v019", tmp_path)
+def test_a_file_that_the_list_of_checksums_does_not_know(copy: Copy) -> None:
+    """Changed metadata of DCP are told of, any other file that differs is an error."""
+    root = copy("raw_tp2dp2_v019")
+    (note,) = [n for n in open_manifest(root).notes if n.where == ".metadata"]
+    assert "SHA-256" in note.text
     assert reshard.open(root)["scalar"].numpy() == 3.25
-    content = (root / ".metadata").read_bytes()
-    swap(root / ".metadata", b"/tmp/w/", b"/tmp/v/")
+    content = (root / "metadata.json").read_bytes()
+    (root / "metadata.json").write_bytes(content + b" ")
     with pytest.raises(CorruptError, match="SHA-256"):
         open_manifest(root)
-    (root / ".metadata").write_bytes(content)
+    (root / "metadata.json").write_bytes(content)
     listed = json.loads((root / "integrity.json").read_bytes())
     listed["files"]["__4_0.distcp"] = "0" * 64
     (root / "integrity.json").write_text(json.dumps(listed), encoding="utf-8")

@@ -27,7 +27,7 @@ ALL = (*megatron.GPT, *megatron.RAW)
 
 @pytest.mark.parametrize("name", ALL)
 def test_reads_equal_to_the_truth(fixtures_dir: Path, tmp_path: Path, name: str) -> None:
-    checkpoint = reshard.open(megatron.ckpt(fixtures_dir, name, tmp_path))
+    checkpoint = reshard.open(megatron.ckpt(fixtures_dir, name))
     assert checkpoint.manifest.format == "megatron"
     count = 0
     for tensor, state, raw in megatron.truth(fixtures_dir / "megatron" / name):
@@ -41,7 +41,7 @@ def test_reads_equal_to_the_truth(fixtures_dir: Path, tmp_path: Path, name: str)
 def test_native_at_another_world_size(
     fixtures_dir: Path, tmp_path: Path, name: str, world: int
 ) -> None:
-    source = megatron.ckpt(fixtures_dir, name, tmp_path)
+    source = megatron.ckpt(fixtures_dir, name)
     convert(source, tmp_path / "native", Wanted(world=world, format="native"), FAST)
     checkpoint = reshard.open(tmp_path / "native")
     assert checkpoint.world == world
@@ -52,7 +52,7 @@ def test_native_at_another_world_size(
 
 @pytest.mark.parametrize("name", ALL)
 def test_how_many_ranks_there_were(fixtures_dir: Path, tmp_path: Path, name: str) -> None:
-    layout = open_manifest(megatron.ckpt(fixtures_dir, name, tmp_path)).layout
+    layout = open_manifest(megatron.ckpt(fixtures_dir, name)).layout
     assert layout.world == (1 if "zarr" in name else 4), "the zarr backend doesn't tell"
 
 
@@ -85,7 +85,7 @@ def test_settings_of_the_groups(fixtures_dir: Path) -> None:
 
 def test_what_the_script_and_the_ranks_stored(fixtures_dir: Path, tmp_path: Path) -> None:
     for name in megatron.RAW:
-        objects = open_manifest(megatron.ckpt(fixtures_dir, name, tmp_path)).objects
+        objects = open_manifest(megatron.ckpt(fixtures_dir, name)).objects
         client = objects["client"]
         assert objects["step"] == 100
         assert client["args"] == {"tp": 2, "dp": 2, "lr": 1e-3}
@@ -95,7 +95,7 @@ def test_what_the_script_and_the_ranks_stored(fixtures_dir: Path, tmp_path: Path
 
 
 def test_kinds_of_tensors(fixtures_dir: Path, tmp_path: Path) -> None:
-    checkpoint = reshard.open(megatron.ckpt(fixtures_dir, "raw_tp2dp2_v019", tmp_path))
+    checkpoint = reshard.open(megatron.ckpt(fixtures_dir, "raw_tp2dp2_v019"))
     assert checkpoint["scalar"].shape == ()
     assert checkpoint["row.weight"].dtype.name == "bfloat16"
     assert checkpoint["ints"].numpy().tolist() == list(range(10))

@@ -35,7 +35,7 @@ INTEROP = Path(__file__).resolve().parent.parent / "interop" / "megatron_load.py
 def test_there_and_back_by_way_of_native(
     fixtures_dir: Path, tmp_path: Path, name: str, world: int
 ) -> None:
-    source = open_manifest(megatron.ckpt(fixtures_dir, name, tmp_path))
+    source = open_manifest(megatron.ckpt(fixtures_dir, name))
     convert(source, tmp_path / "native", Wanted(world=2, format="native"), FAST)
     convert(tmp_path / "native", tmp_path / "out", Wanted(world=world, format="megatron"), FAST)
     found = reshard.open(tmp_path / "out")
@@ -108,7 +108,7 @@ def test_what_is_lost_is_listed(golden_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python with it")
 @pytest.mark.parametrize("name", [*megatron.GPT, *megatron.RAW])
 def test_megatron_core_loads_it(fixtures_dir: Path, tmp_path: Path, name: str) -> None:
-    source = megatron.ckpt(fixtures_dir, name, tmp_path)
+    source = megatron.ckpt(fixtures_dir, name)
     target = tmp_path / "out"
     convert(source, target, Wanted(world=3, format="megatron"), FAST)
     truth: dict[str, Any] = whole_keys(fixtures_dir / "megatron" / name)
