@@ -19,7 +19,6 @@ from reshard.formats._dcp_metadata import Blob, Chunk, Stored
 from reshard.formats._dcp_zstd import ZstdBlob
 from reshard.layout import Entry, FlatSpace
 from reshard.partition import Explicit
-from reshard.ruler import ints
 from reshard.store import EntryStore
 
 
@@ -136,13 +135,8 @@ class Spaces:
             self.builder.add(space, {state: self._store(rows)})
 
     def _store(self, rows: Sequence[tuple[DType, Chunk, Blob]]) -> EntryStore:
-        found = [self._payload(*row) for row in rows]
-        strides = tuple(payload.strides for _, payload in found)
-        return EntryStore(
-            ints([file for file, _ in found]),
-            ints([payload.offset for _, payload in found]),
-            strides if any(s is not None for s in strides) else None,
-        )
+        found = (self._payload(*row) for row in rows)
+        return EntryStore.of((file, payload.offset, payload.strides) for file, payload in found)
 
     def _payload(self, dtype: DType, chunk: Chunk, blob: Blob) -> tuple[int, Payload]:
         found = self.blobs.payload(blob, chunk.box.shape, dtype)

@@ -12,7 +12,6 @@ making one again costs less than holding thousands.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +39,6 @@ from reshard.manifest import Manifest
 from reshard.partition import Replicated
 from reshard.ruler import Ints, ints
 from reshard.store import EntryStore, File, Regions, ShardStore, Store
-from reshard.targets import target_error
 
 if TYPE_CHECKING:
     from reshard.execute import Result
@@ -347,16 +345,5 @@ def finish(book: Book, manifest: Manifest, folder: Path, result: Result) -> None
     for index, page in enumerate(book.pages):
         rows = slice(int(ends[index]), int(ends[index + 1]))
         offsets, values = regions.offsets[rows].tolist(), result.regions[rows].tolist()
-        _finish_file(folder / page.path, page.make(), dict(zip(offsets, values, strict=True)))
+        page.make().finish_file(folder / page.path, dict(zip(offsets, values, strict=True)))
     write_file(folder / "latest", book.tag.encode("ascii"))
-
-
-def _finish_file(path: Path, blueprint: Blueprint, checksums: Mapping[int, int]) -> None:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            blueprint.finish(fd, checksums)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise target_error(error, path) from error

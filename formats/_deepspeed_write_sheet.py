@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from reshard.dtypes import DType, from_numpy
 from reshard.errors import UnsupportedError
 from reshard.layout import Entry, FlatSpace
 from reshard.stored import StorageRef, StoredTensor, contiguous_strides
+from reshard.targets import target_error
 from reshard.torchfile_write import TorchZipLayout
 
 
@@ -170,6 +172,23 @@ class Blueprint:
     def nbytes(self) -> int:
         """Length of the file."""
         return self.layout.nbytes
+
+    def finish_file(self, path: Path, checksums: Mapping[int, int]) -> None:
+        """As :meth:`finish`, with the file at a path.
+
+        Raises
+        ------
+        TargetError
+            If it can't be written.
+        """
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                self.finish(fd, checksums)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise target_error(error, path) from error
 
     def finish(self, fd: int, checksums: Mapping[int, int]) -> None:
         """Write everything but the payload that was copied.

@@ -15,7 +15,6 @@ from reshard.dtypes import DType
 from reshard.formats._megatron_parts import Part, Piece
 from reshard.layout import PARAM, Entry, FlatSpace, TensorKey
 from reshard.partition import Explicit
-from reshard.ruler import ints
 from reshard.store import EntryStore
 
 
@@ -114,12 +113,7 @@ def _entry(name: str, part: Part, piece: Piece) -> Entry:
 
 
 def _store(pieces: Sequence[Piece]) -> EntryStore:
-    strides = tuple(piece.strides for piece in pieces)
-    return EntryStore(
-        ints([piece.file for piece in pieces]),
-        ints([piece.offset for piece in pieces]),
-        strides if any(s is not None for s in strides) else None,
-    )
+    return EntryStore.of((piece.file, piece.offset, piece.strides) for piece in pieces)
 
 
 def _alike(parts: Mapping[str, Part]) -> list[dict[str, Part]]:

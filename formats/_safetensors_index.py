@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.errors import CorruptError, UnsafeError
+from reshard.errors import CorruptError, IncompleteError, UnsafeError
 from reshard.formats._safetensors_json import JsonObject, is_text, parse_json, refuse
 from reshard.source import source_error
 from reshard.stored import brief
@@ -128,3 +128,21 @@ def encode(files: Mapping[str, str], nbytes: int) -> bytes:
     """
     content = {"metadata": {"total_size": nbytes}, "weight_map": dict(files)}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def refuse_missing_files(path: Path, files: Iterable[str]) -> None:
+    """See that the files which an index names are there.
+
+    Raises
+    ------
+    IncompleteError
+        If some aren't.
+    """
+    missing = sorted(f for f in files if not (path.parent / f).is_file())
+    if missing:
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        raise IncompleteError(
+            f"the index names files that aren't there: {', '.join(missing[:10])}{more}",
+            where=path,
+            hint="copy the missing files too",
+        )

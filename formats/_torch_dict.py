@@ -23,6 +23,12 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "model_state"
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "opt")
 """What scripts call the optimizer's."""
 
+MODEL = "pytorch_model.bin"
+"""What transformers calls a model's file."""
+
+OBJECTS = "torch"
+"""The key of a manifest's objects for what is neither a tensor with a name nor the script's own."""
+
 LIST_KEYS = ("optimizer_states",)
 """What Lightning calls a list of the optimizers' (read where there is one)."""
 

@@ -24,7 +24,6 @@ from reshard.layout import Entry, FlatSpace
 from reshard.manifest import ParamGroup
 from reshard.partition import Replicated
 from reshard.plain import encode
-from reshard.ruler import ints
 from reshard.source import source_error
 from reshard.store import EntryStore
 from reshard.stored import StoredTensor, brief
@@ -187,8 +186,6 @@ class Optimizer:
         stepped = [state for state in group.states if state]
         for state in dict.fromkeys(s for states in stepped for s in states):
             values = [states.get(state) for states in stepped]
-            if state != "step" and all(isinstance(v, StoredTensor) and v.shape for v in values):
-                continue
             if any(isinstance(v, StoredTensor) and v.shape for v in values):
                 continue
             plain = [self._small(value) for value in values]
@@ -263,13 +260,8 @@ class Optimizer:
             states=dict(kinds),
             group=group,
         )
-        stores = {}
-        for state, _ in kinds:
-            some = [row[state] for row in rows]
-            strided = any(one.strides is not None for one in some)
-            stores[state] = EntryStore(
-                ints([one.file for one in some]),
-                ints([one.offset for one in some]),
-                tuple(one.strides for one in some) if strided else None,
-            )
+        stores = {
+            state: EntryStore.of((r[state].file, r[state].offset, r[state].strides) for r in rows)
+            for state, _ in kinds
+        }
         self._builder.add(space, stores)

@@ -10,7 +10,6 @@ The executor fills the storages; at last the pickle, headers and checksums are w
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,20 +24,16 @@ from reshard.format import AS_WRITTEN, Draft, Loss, Request, optimizer_states
 from reshard.formats._deepspeed_write_sheet import Blueprint, Local, Sheet, Whole, torch_name
 from reshard.formats._deepspeed_write_values import Plain
 from reshard.formats._safetensors_choose import buffers_of, natural_order, weights_of
-from reshard.formats._torch_dict import LIST_KEYS
+from reshard.formats._torch_dict import LIST_KEYS, MODEL, OBJECTS
 from reshard.layout import CLIENT, MASTER, PARAM, Entry, FlatSpace, Layout, key_text
 from reshard.manifest import Manifest, Tensor
 from reshard.partition import Replicated
 from reshard.ruler import ints
 from reshard.store import EntryStore, File, Regions, Store
 from reshard.stored import StoredTensor, brief
-from reshard.targets import target_error
 
 if TYPE_CHECKING:
     from reshard.execute import Result
-
-MODEL = "pytorch_model.bin"
-OBJECTS = "torch"
 
 
 def draft(source: Manifest, request: Request, target: Path) -> Draft:
@@ -303,11 +298,4 @@ class _Finish:
         path = folder / self.path if self.path else folder
         offsets = self.manifest.regions.offsets.tolist()
         checksums = dict(zip(offsets, result.regions.tolist(), strict=True))
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                self.blueprint.finish(fd, checksums)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise target_error(error, path) from error
+        self.blueprint.finish_file(path, checksums)

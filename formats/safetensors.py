@@ -179,7 +179,7 @@ def _open_index(path: Path) -> Manifest:
     wanted: dict[str, list[str]] = {}
     for label, file in index.files.items():
         wanted.setdefault(file, []).append(label)
-    _refuse_missing_files(path, wanted)
+    indexes.refuse_missing_files(path, wanted)
     missing: list[str] = []
     for file, labels in sorted(wanted.items()):
         missing += [f"{brief(m)} in {file}" for m in reading.add(folder / file, labels)]
@@ -206,17 +206,6 @@ def _refuse_second_model(path: Path, index: indexes.Index) -> None:
             f"there are two models: {whole}, and the shards that {path.name} names",
             where=path.parent,
             hint=f"move the one that is stale away, or name the file {whole} to read that one",
-        )
-
-
-def _refuse_missing_files(path: Path, files: Iterable[str]) -> None:
-    missing = sorted(f for f in files if not (path.parent / f).is_file())
-    if missing:
-        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        raise IncompleteError(
-            f"the index names files that aren't there: {', '.join(missing[:10])}{more}",
-            where=path,
-            hint="copy the missing files too",
         )
 
 

@@ -22,7 +22,7 @@ from reshard.errors import IncompleteError, InconsistentError, UnsupportedError
 from reshard.format import AS_WRITTEN, Draft, Found, Request
 from reshard.formats import _safetensors_index as indexes
 from reshard.formats._torch import Values, placed
-from reshard.formats._torch_dict import Parts, parts_of
+from reshard.formats._torch_dict import MODEL, OBJECTS, Parts, parts_of
 from reshard.formats._torch_optimizer import Optimizer, named_groups, names_file
 from reshard.layout import CLIENT, PARAM, Entry
 from reshard.manifest import Manifest
@@ -36,13 +36,9 @@ SUFFIXES = (".pt", ".pth")
 SHARED = (".bin", ".ckpt")
 """Endings that other programs use too: the first bytes decide."""
 
-MODEL = "pytorch_model.bin"
 INDEX_SUFFIX = ".bin.index.json"
 INDEX = "pytorch_model" + INDEX_SUFFIX
-"""What transformers calls a model's file, and the index of several."""
-
-OBJECTS = "torch"
-"""The key of a manifest's objects for what is neither a tensor with a name nor the script's own."""
+"""What transformers calls the index of a model in several files."""
 
 _RANKS = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_\d+|mp_rank_\d+_model_states|rank_?\d+_of_\d+|_optim_states\.pt$"
@@ -225,13 +221,7 @@ class _Reading:
         wanted: dict[str, list[str]] = {}
         for name, file in index.files.items():
             wanted.setdefault(file, []).append(name)
-        missing = sorted(name for name in wanted if not (path.parent / name).is_file())
-        if missing:
-            raise IncompleteError(
-                f"the index names files that aren't there: {', '.join(missing[:10])}",
-                where=path,
-                hint="copy the missing files too",
-            )
+        indexes.refuse_missing_files(path, wanted)
         for number, (name, labels) in enumerate(sorted(wanted.items())):
             self._shard(path, path.parent / name, labels, number)
 

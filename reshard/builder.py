@@ -18,7 +18,6 @@ from reshard.errors import NotFoundError
 from reshard.layout import Entry, FlatSpace, Layout
 from reshard.manifest import Manifest, Note, ParamGroup
 from reshard.partition import Partition, Replicated
-from reshard.ruler import ints
 from reshard.store import EntryStore, File, Regions, Store
 
 
@@ -117,12 +116,7 @@ class Builder:
             kinds.setdefault(one.dtype.name, []).append(one)
         for some in kinds.values():
             dtype = some[0].dtype
-            strided = any(p.strides is not None for p in some)
-            store = EntryStore(
-                ints([p.file for p in some]),
-                ints([p.offset for p in some]),
-                tuple(p.strides for p in some) if strided else None,
-            )
+            store = EntryStore.of((p.file, p.offset, p.strides) for p in some)
             space = FlatSpace(
                 name=f"{name}.{dtype}",
                 entries=tuple(p.entry for p in some),

@@ -8,6 +8,7 @@ members of a zip, the chunks of an array.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,6 +99,17 @@ class EntryStore:
     def __post_init__(self) -> None:
         assert self.files.shape == self.offsets.shape
         assert self.strides is None or len(self.strides) == len(self.files)
+
+    @classmethod
+    def of(cls, places: Iterable[tuple[int, int, Shape | None]]) -> EntryStore:
+        """Extents from (file, byte, strides) of each entry, in order."""
+        rows = tuple(places)
+        strides = tuple(found for _, _, found in rows)
+        return cls(
+            ints([file for file, _, _ in rows]),
+            ints([offset for _, offset, _ in rows]),
+            strides if any(found is not None for found in strides) else None,
+        )
 
     def strides_of(self, entry: int) -> Shape | None:
         """Strides of one entry, in elements; ``None`` for row-major."""
