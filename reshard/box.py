@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import ge, le, sub
 
 Shape = tuple[int, ...]
 
@@ -39,8 +40,8 @@ class Box:
 
     def __post_init__(self) -> None:
         assert len(self.start) == len(self.stop), (self.start, self.stop)
-        for a, b in zip(self.start, self.stop, strict=True):
-            assert 0 <= a <= b, (self.start, self.stop)
+        assert min(self.start, default=0) >= 0, (self.start, self.stop)
+        assert all(map(le, self.start, self.stop)), (self.start, self.stop)
 
     @classmethod
     def whole(cls, shape: Shape) -> Box:
@@ -50,18 +51,16 @@ class Box:
     @property
     def shape(self) -> Shape:
         """Sizes of the box."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
         """Elements in the box (1 for a 0-d tensor)."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     def within(self, shape: Shape) -> bool:
         """Whether the box lies inside a tensor of that shape."""
-        return len(shape) == len(self.stop) and all(
-            b <= n for b, n in zip(self.stop, shape, strict=True)
-        )
+        return len(shape) == len(self.stop) and all(map(le, self.stop, shape))
 
     def covers(self, shape: Shape) -> bool:
         """Whether the box is the whole of a tensor of that shape."""
@@ -69,18 +68,20 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common region, or ``None`` where there is none."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+        assert len(self.start) == len(other.start), (self, other)
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(map(ge, start, stop)):
             return None
         return Box(start, stop)
 
     def contiguous_in(self, shape: Shape) -> bool:
         """Whether the box's elements are one row-major run of a tensor of that shape."""
-        dims = list(zip(self.shape, shape, strict=True))
-        while dims and dims[0][0] == 1:
-            dims.pop(0)
-        return all(a == b for a, b in dims[1:])
+        sizes, first = self.shape, 0
+        assert len(sizes) == len(shape), (self, shape)
+        while first < len(sizes) and sizes[first] == 1:
+            first += 1
+        return sizes[first + 1 :] == tuple(shape[first + 1 :])
 
     def offset_in(self, shape: Shape) -> int:
         """Row-major index of the box's first element in a tensor of that shape."""

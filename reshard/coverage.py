@@ -7,6 +7,7 @@ and refuses holes and overlaps. Replicas are told apart so that their bytes can 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -114,6 +115,8 @@ def check(manifest: Manifest) -> None:
 
 
 def _exactly_once(manifest: Manifest, tensor: Tensor, boxes: list[Box]) -> None:
+    if _end_to_end(boxes, tensor.shape):
+        return
     clash = _overlap(boxes, len(tensor.shape))
     if clash is not None:
         raise InconsistentError(
@@ -132,6 +135,16 @@ def _exactly_once(manifest: Manifest, tensor: Tensor, boxes: list[Box]) -> None:
             where=manifest.root,
             hint="a rank's file or a shard is missing from the checkpoint",
         )
+
+
+def _end_to_end(boxes: list[Box], shape: Shape) -> bool:
+    """Whether boxes are slabs that follow each other from the first element to the last."""
+    end = 0
+    for box in sorted(boxes, key=lambda box: box.start):
+        if not box.contiguous_in(shape) or box.offset_in(shape) != end:
+            return False
+        end += box.numel
+    return end == math.prod(shape)
 
 
 def _overlap(boxes: list[Box], dims: int) -> tuple[Box, Box] | None:

@@ -69,6 +69,7 @@ class Mover:
         self._reader = fetcher if isinstance(fetcher, Read) else Read(files, step)
         self._step = step
         self._twin = ints([m.twin for m in plan.messages])
+        self._has_twins = bool((self._twin >= 0).any())
         self._scratch: NDArray[np.uint8] | None = None
         self._target: Target | None = None
 
@@ -94,8 +95,8 @@ class Mover:
         """Runs by the type to which they are cast for a proof, ``None`` for no such."""
         if not len(runs):
             return
-        twins = self._twin[runs.message]
-        if (twins < 0).all():
+        twins = self._twin[runs.message] if self._has_twins else None
+        if twins is None or (twins < 0).all():
             yield None, runs
             return
         kinds = {t: self._kind(t) for t in np.unique(twins).tolist()}
@@ -172,6 +173,8 @@ class Mover:
         return first, second, twin
 
     def _release(self, runs: Runs, nbytes: Ints) -> None:
+        if self._fetcher is self._reader:
+            return  # nothing of what it reads is mapped
         files, where = np.unique(runs.file, return_inverse=True)
         low = np.full(len(files), np.iinfo(np.int64).max)
         high = np.zeros(len(files), np.int64)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from reshard.box import Box
 from reshard.collector import collector_paused
 from reshard.copies import NO_GAPS, PROOF, Batch, Block, Message, Runs, nbytes_of
-from reshard.crossing import Crossing, crossing
+from reshard.crossing import Crossing, bytes_at, crossing, located
 from reshard.dtypes import DType
 from reshard.frames import Frames, Sources
 from reshard.join import Join
@@ -32,6 +32,7 @@ from reshard.overlap import ROWS, Overlap, Wanted
 from reshard.parts import Parts
 from reshard.recent import Recent
 from reshard.ruler import Ints, Pieces, cut_at, pick, slices
+from reshard.slabs import APART, Slabs
 from reshard.store import EntryStore, ShardStore, Store
 
 __all__ = ["PROOF", "Batch", "Block", "Message", "Plan", "Runs"]
@@ -144,6 +145,7 @@ class Plan:
             for index, space in enumerate(target.layout.spaces)
             for state, dtype in space.states.items()
         ]
+        self._slabs = Recent(len(self._goals) + 1)  # one a state, and one of the proofs
         stores = [goal.store for goal in self._goals]
         assert all(isinstance(store, ShardStore) or store.strides is None for store in stores)
         self._parts = Parts(stores)
@@ -244,7 +246,16 @@ class Plan:
         if group < 0:
             begin = base if isinstance(base, int) else pick(base, pieces.entry)
             target = begin + nbytes_of(dtype, pieces.local)
-            yield from self._searched(file, sources, dtype, pieces, target)
+            slabs = self._slabs_of(sources)
+            on_line = pick(slabs.line, pieces.entry) != APART
+            if on_line.any():
+                rows = np.flatnonzero(on_line)
+                yield from self._cut_slabs(
+                    file, sources, dtype, pieces.take(rows), target[rows], slabs
+                )
+            if not on_line.all():
+                rows = np.flatnonzero(~on_line)
+                yield from self._searched(file, sources, dtype, pieces.take(rows), target[rows])
             return
 
         def cross() -> Crossing:
@@ -255,6 +266,37 @@ class Plan:
         space = self.source.space(index)
         kind, store = space.states[state], self.source.stores[space.name, state]
         yield Batch(file, kind, dtype, found.runs(kind, dtype, store, sources.message, base))
+
+    def _slabs_of(self, sources: Sources) -> Slabs:
+        return self._slabs.get(id(sources), lambda: Slabs(self.source, sources))
+
+    def _cut_slabs(
+        self,
+        file: int,
+        sources: Sources,
+        dtype: DType,
+        pieces: Pieces,
+        target: Ints,
+        slabs: Slabs,
+    ) -> Iterator[Batch]:
+        message = pick(sources.message, pieces.entry)
+        for some in slabs.cut(pieces, ROWS):
+            space = self.source.space(some.part[0])
+            kind = space.states[some.part[1]]
+            store = self.source.stores[space.name, some.part[1]]
+            found = located(space, store, some.entry, some.start, some.count)
+            gone = found.start - pick(some.start, found.query)
+            place, byte = bytes_at(store, kind, found.extent, found.within)
+            piece = pick(some.piece, found.query)
+            runs = Runs(
+                file=place,
+                source=byte,
+                target=target[piece] + nbytes_of(dtype, pick(some.moved, found.query) + gone),
+                count=found.count,
+                message=message[piece],
+                at=nbytes_of(dtype, pick(some.at, found.query) + gone),
+            )
+            yield Batch(file, kind, dtype, runs)
 
     def _searched(
         self, file: int, sources: Sources, dtype: DType, pieces: Pieces, target: Ints

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from pathlib import Path
 
 from reshard.errors import TargetError
@@ -61,7 +62,7 @@ class TargetFiles:
 
     def opened(self, file: int) -> Target:
         """A file to write to; it stays open until it is finished and this is dropped."""
-        return Target(self._handle(file), self._path(file))
+        return Target(self._handle(file), partial(self._path, file))
 
     def write(self, file: int, parts: Sequence[memoryview], offset: int) -> None:
         """Write neighbouring bytes at an offset of a file."""
@@ -92,12 +93,12 @@ class Target:
     Parameters
     ----------
     handle, path
-        The file, and where it lies.
+        The file, and what says where it lies: of use only after an error.
     """
 
     __slots__ = ("_handle", "_path")
 
-    def __init__(self, handle: Handle, path: Path) -> None:
+    def __init__(self, handle: Handle, path: Callable[[], Path]) -> None:
         self._handle = handle
         self._path = path
 
@@ -110,7 +111,7 @@ class Target:
             while done < total:
                 done += os.pwrite(self._handle.fd, rest[done:], offset + done)
         except OSError as error:
-            raise target_error(error, self._path) from error
+            raise target_error(error, self._path()) from error
 
 
 def make_file(path: Path, nbytes: int, *, keep: bool = False) -> int:
