@@ -22,6 +22,7 @@ class Size:
 
 SIZES = {
     "full": Size(layers=12, width=512, vocabulary=8192, context=128, sequences=1),
+    "long": Size(layers=12, width=512, vocabulary=8192, context=128, sequences=3),
     "small": Size(layers=4, width=128, vocabulary=512, context=64, sequences=2),
     "tiny": Size(layers=1, width=16, vocabulary=32, context=8, sequences=1),
 }

@@ -25,7 +25,7 @@ from engine_models import (
 from ranks import run_ranks
 from torch import Tensor
 
-from reshard.engine import ZeroEngine
+from reshard.engine import ZeroEngine, assembly
 
 
 def make(seed: int = 0) -> Odd:
@@ -39,8 +39,9 @@ def truth(optimizer: str, M: int) -> tuple[list[float], dict[str, Tensor]]:
     return reference(make(), OPTIMIZERS[optimizer], data)
 
 
-def train(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def train(cases: list[tuple[Any, ...]], alone: int = assembly.ALONE) -> list[tuple[Any, ...]]:
     """Train each (stage, accumulation, optimizer, units); tell what differs from the truth."""
+    assembly.ALONE = alone
     torch.set_num_threads(1)
     rank, P = dist.get_rank(), dist.get_world_size()
     found: list[tuple[Any, ...]] = []
@@ -84,3 +85,14 @@ def test_training_is_that_of_one_process(P: int) -> None:
                 assert far <= 1e-5 and apart <= 1e-6, (where, far, apart)
             else:
                 assert not differing and apart == 0, (where, differing, far, apart)
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_it_is_where_large_parameters_of_the_root_lie_apart(P: int) -> None:
+    cases = [
+        *((stage, A, "fused") for stage in (0, 1, 2, 3) for A in (1, 2)),
+        *((stage, 1, "sgd", "root") for stage in (1, 2, 3)),
+    ]
+    for results in run_ranks(train, P, cases, 1, limit=120):
+        for stage, A, optimizer, differing, _, apart in results:
+            assert not differing and apart == 0, (stage, A, optimizer, differing, apart)

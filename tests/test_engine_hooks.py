@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
-from reshard.engine import ZeroEngine
+from reshard.engine import ZeroEngine, assembly
 
 WIDTH, STEPS, A = 6, 2, 2
 Back = Callable[..., None]
@@ -273,7 +273,8 @@ def truth(case: str, P: int) -> dict[str, Tensor]:
     return {n: v.detach().clone() for n, v in model.state_dict().items()}
 
 
-def train(names: list[str], stages: list[int]) -> list[Any]:
+def train(names: list[str], stages: list[int], alone: int = assembly.ALONE) -> list[Any]:
+    assembly.ALONE = alone
     rank, P = dist.get_rank(), dist.get_world_size()
     found = []
     for name in names:
@@ -297,9 +298,11 @@ def train(names: list[str], stages: list[int]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("P", [1, 2, 3])
-def test_every_use_of_parameters(P: int) -> None:
-    for results in run_ranks(train, P, list(CASES), [3] if P == 3 else [1, 2, 3], limit=200):
+@pytest.mark.parametrize(("P", "alone"), [(1, assembly.ALONE), (2, assembly.ALONE), (3, 1), (2, 1)])
+def test_every_use_of_parameters(P: int, alone: int) -> None:
+    """Also where each parameter of the root has a flat of its own."""
+    stages = [3] if P == 3 else [1, 2, 3]
+    for results in run_ranks(train, P, list(CASES), stages, alone, limit=200):
         for name, stage, differing, far, peak, limit in results:
             where = f"{name}, stage {stage}, P={P}"
             if name in LOOSE or P == 3:

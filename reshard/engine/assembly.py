@@ -104,6 +104,11 @@ def share(world: Transport, tensor: Tensor, label: str) -> None:
         tensor.copy_(flat.view(tensor.shape))
 
 
+ALONE = 1 << 20
+"""Elements from which a parameter of the root has a flat of its own. The root's gradients come from
+both ends of a backward (the head's first, the embedding's last): apart, the first needn't wait."""
+
+
 def assemble(
     found: Sequence[Unit],
     groups: Mapping[Parameter, int],
@@ -114,14 +119,16 @@ def assemble(
     """Make the flats of every unit; the parameters' values move into them."""
     residents: list[Resident] = []
     for number, unit in enumerate(found):
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, Parameter]]] = {}
+        kinds: dict[tuple[torch.dtype, bool, str], list[tuple[str, Parameter]]] = {}
         for name, parameter in unit.parameters:
-            kind = (precision.cast(parameter.dtype), parameter.requires_grad)
+            alone = name if not unit.name and parameter.numel() >= ALONE else ""
+            kind = (precision.cast(parameter.dtype), parameter.requires_grad, alone)
             kinds.setdefault(kind, []).append((name, parameter))
         holdings: list[Holding] = []
-        for (dtype, trained), named in kinds.items():
+        for (dtype, trained, alone), named in kinds.items():
             text = str(dtype).removeprefix("torch.")
             label = f"{unit.label}.{text}" + ("" if trained else ".frozen")
+            label += f".{alone}" if alone else ""
             shapes = [(n, tuple(p.shape), groups.get(p, 0)) for n, p in named]
             flat = lay(label, shapes, text, trained)
             by_name = dict(named)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["Flight", "Inbox", "Line"]
 
 
+AHEAD = 2
+"""Rounds of a sum that are received before the first of them is summed."""
+
+
 class Line:
     """The messages of a gloo group, watched: a broken connection is told by its reason.
 
@@ -156,7 +160,7 @@ class Inbox:
         self._pool, self._sums = pool, sums
         if self._rounds:
             count = len(self._peers)
-            sets = pool.take(count, self._rounds)
+            sets = pool.take(count, min(self._rounds, AHEAD))
             for number, buffers in enumerate(sets):
                 self._receive(number, buffers)
 

@@ -47,6 +47,7 @@ class Intake:
         "holding",
         "keep_whole",
         "launched",
+        "lent",
         "loose",
         "missing",
         "seen",
@@ -67,6 +68,7 @@ class Intake:
         self.whole: Tensor | None = None
         self.loose: Loose | None = None  # the only micro-batch's gradients, on one rank
         self.buffer: Tensor | None = None
+        self.lent = False  # the buffer is a gradient itself
         self.views: list[Tensor] = []
         self.begin()
 
@@ -133,5 +135,5 @@ class Intake:
     def clear(self) -> None:
         """Forget the step."""
         self.counter, self.extra, self.whole, self.buffer = Counter(), None, None, None
-        self.loose, self.views = None, []
+        self.loose, self.views, self.lent = None, [], False
         self.seen = bytearray(len(self.seen))

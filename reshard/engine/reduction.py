@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reshard.engine.transport import Pending, Transport
 
 IN_FLIGHT = 2
-"""Reductions that run at the same time. With the one that is being filled, three send buffers."""
+"""Reductions that run at the same time; a buffer is filled beside one of them."""
 
 
 class _Flight(NamedTuple):
@@ -172,23 +172,35 @@ class Reducer:
         if intake.launched:
             self.late.add(intake)
             return
-        if not intake.views:
-            self._open(intake)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        with torch.no_grad():
-            if intake.arrived[k]:
-                intake.views[k].add_(gradient)
-            else:
-                if intake.buffer is None:
-                    intake.views[k] = gradient.detach()
-                else:
-                    intake.views[k].copy_(gradient)
-                intake.arrived[k] = 1
-                intake.missing -= intake.ever[k]
+        if not intake.views and self._goes_as_it_is(intake, gradient):
+            intake.buffer, intake.lent = gradient.detach().view(-1), True
+            intake.views = intake.holding.views(intake.buffer)
+            self._arrive(intake, k)
+        else:
+            self._put(intake, k, gradient)
         parameter.grad = None
         if backward_number() != self._outer:
             intake.held |= intake.usage.tied or intake.usage.ran != 1
+
+    @torch.no_grad()
+    def _put(self, intake: Intake, k: int, gradient: Tensor) -> None:
+        """Put a gradient in its place in the send buffer, or add it to what is there."""
+        if not intake.views:
+            self._open(intake)
+        if intake.arrived[k]:
+            intake.views[k].add_(gradient)
+            return
+        if intake.buffer is None:
+            intake.views[k] = gradient.detach()
+        else:
+            intake.views[k].copy_(gradient)
+        self._arrive(intake, k)
+
+    def _arrive(self, intake: Intake, k: int) -> None:
+        intake.arrived[k] = 1
+        intake.missing -= intake.ever[k]
 
     def _take_rest(self, intake: Intake) -> None:
         self.late.discard(intake)
@@ -197,6 +209,14 @@ class Reducer:
                 self._outer = backward_number()
                 self._take(intake, k, parameter)
 
+    def _goes_as_it_is(self, intake: Intake, gradient: Tensor) -> bool:
+        """Whether a gradient is all of its flat, so that it can be sent from where it lies."""
+        holding = intake.holding
+        alone = len(holding.parameters) == 1 and gradient.numel() == holding.bounds[-1]
+        whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+        fits = gradient.dtype == holding.dtype and gradient.is_contiguous() and whole
+        return alone and fits and not self._stays(intake)
+
     # -- a reduction -----------------------------------------------------------------------------
 
     def _open(self, intake: Intake) -> None:
@@ -204,6 +224,8 @@ class Reducer:
         if self._stays_loose(intake):
             intake.views = list(intake.holding.parameters)  # in their places come gradients
             return
+        if all(any(flight.intake.arrived) for flight in self._flights):  # see _advance
+            self._land(IN_FLIGHT - 1)  # its send buffer is wanted
         size, dtype = intake.holding.bounds[-1], intake.holding.dtype
         fitting = [b for b in self._pool if b.numel() >= size and b.dtype == dtype]
         if self._stays(intake):
@@ -272,6 +294,12 @@ class Reducer:
                 self.combine(out, intake.holding.flat.name)
             intake.add(out, partial=self._partial)
             assert intake.buffer is not None
-            if out is not intake.buffer:
+            if out is not intake.buffer and not intake.lent:
                 self._pool.append(intake.buffer)
-            intake.buffer, intake.views = None, []
+            intake.buffer, intake.views, intake.lent = None, [], False
+            self._trim()
+
+    def _trim(self) -> None:
+        """Let go of send buffers that no intake of this backward will ask for."""
+        wanted = sum(not one.launched and one.buffer is None for one in self.order)
+        del self._pool[wanted:]

@@ -201,6 +201,14 @@ class Residency:
         self._position = found + 1
         self._use(resident)
         self._look_ahead()
+        if self._pass == "backward" and self._position == len(route):
+            self._leave_alone(resident)
+
+    def _leave_alone(self, resident: Resident) -> None:
+        """Release all others: a backward has come to its last unit."""
+        for other in [one for one in self._recent if one is not resident]:
+            del self._recent[other]
+            self._release(other)
 
     def _look_ahead(self) -> None:
         """Gather the next units of the route."""
