@@ -9,7 +9,7 @@ import click
 
 from reshard.cli import jobs
 from reshard.cli.examples import Verb
-from reshard.cli.options import FormatName, Moving, casting, choosing, common, writing
+from reshard.cli.options import FormatName, Mesh, Moving, casting, choosing, common, writing
 from reshard.cli.output import Output
 
 _DRY_RUN = click.option(
@@ -35,6 +35,13 @@ def _conversion(verb: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(min=1),
             metavar="N",
             help="Degree of expert parallelism of the target; by default the source's.",
+        ),
+        click.option(
+            "--mesh",
+            type=Mesh(),
+            metavar="AXIS=N,...",
+            help="Sizes of the target's axes, such as shard=8,tensor=4: --to, --expert-parallel "
+            "and the degree of tensor parallelism in one.",
         ),
         click.option(
             "--tag", metavar="NAME", help="Name of the checkpoint, where a format has one."
@@ -112,6 +119,7 @@ def _run(
     from_world: int | None,
     world: int | None,
     stage: int | None,
+    mesh: dict[str, int] | None,
     format_name: str | None,
     tag: str | None,
     expert_parallel: int | None,
@@ -135,6 +143,7 @@ def _run(
         from_world=from_world,
         world=world,
         stage=stage,
+        mesh=mesh or {},
         dtype=dtype,
         keep=keep_fp32,
         tag=tag,

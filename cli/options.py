@@ -68,6 +68,24 @@ class Renaming(TextType):
         return Rule(pattern, replacement)
 
 
+class Mesh(TextType):
+    """Sizes of axes: ``shard=8,tensor=4``."""
+
+    name = "mesh"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read them; the axes are checked by the library."""
+        if isinstance(value, dict):
+            return value
+        found: dict[str, int] = {}
+        for part in str(value).split(","):
+            axis, _, size = part.strip().partition("=")
+            if not axis or not size.isdecimal() or axis in found:
+                self.fail(f"{value!r} is no mesh; meshes look like shard=8,tensor=4", param, ctx)
+            found[axis] = int(size)
+        return found
+
+
 class Glob(TextType):
     """A shell-style pattern of names: ``*``, ``?``, ``[a-z]``."""
 

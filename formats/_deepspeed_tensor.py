@@ -25,6 +25,10 @@ SUB_PARAMS = "parameter_with_sub_params"
 VOCABULARY = "vocabulary_parameter_patterns"
 
 
+Part = tuple[Shape, Sequence[Entry]]
+"""What a rank holds of a tensor: its shape there, and the boxes that it is made of."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRules:
     """The rules of one checkpoint.
@@ -107,6 +111,51 @@ class TensorRules:
                 found: object = one
                 return found
         return None
+
+
+def mapped_anew(info: Mapping[str, Any], ranks: Sequence[Mapping[str, Part]]) -> dict[str, Any]:
+    """``universal_checkpoint_info`` for another degree: its affine map made anew.
+
+    The patterns hold at any degree.
+
+    Parameters
+    ----------
+    info
+        The source's.
+    ranks
+        For each index of the tensor axis, names to (shape, entries) of what it holds.
+    """
+    table = info.get("affine_map")
+    if not isinstance(table, Mapping):
+        return dict(info)
+    params = {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        held = {index: rank[name] for index, rank in enumerate(ranks) if name in rank}
+        (_, entries), *_ = held.values()
+        params[f"^{re.escape(name)}$"] = {
+            "logical_shape": list(entries[0].shape),
+            "ranks": {i: _pieces(part, held) for i, part in held.items()},
+        }
+    return {**info, "affine_map": {**table, "params": params}}
+
+
+def _pieces(part: Part, held: Mapping[int, Part]) -> dict[str, Any]:
+    shape, entries = part
+    pieces, at = [], 0
+    for entry in entries:
+        region = entry.region
+        pieces.append(
+            {
+                "shape": list(region.shape),
+                "source": [region.offset_in(entry.shape), list(strides_of(entry.shape))],
+                "dest": [at, list(strides_of(shape))],
+                "locations": [
+                    i for i, (_, some) in held.items() if any(e.region == region for e in some)
+                ],
+            }
+        )
+        at += entry.numel
+    return {"shard_shape": list(shape), "pieces": pieces}
 
 
 def part_name(name: str, rank: int) -> str:

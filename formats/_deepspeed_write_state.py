@@ -8,7 +8,7 @@ DeepSpeed couldn't resume from; what each model-parallel rank holds is found by
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from reshard.dtypes import BY_NAME, FLOATS, DType, dtype
 from reshard.errors import RequestError, UnsupportedError
 from reshard.format import Request
 from reshard.formats._deepspeed_experts import degree_of
+from reshard.formats._deepspeed_tensor import Part, mapped_anew
 from reshard.formats._deepspeed_write_experts import Dealer, expert_files, moe_layers
 from reshard.formats._deepspeed_write_layers import Layer, layers_of
 from reshard.formats._deepspeed_write_ranks import (
@@ -26,7 +27,7 @@ from reshard.formats._deepspeed_write_ranks import (
     groups_with_experts,
     model_rank,
 )
-from reshard.formats._deepspeed_write_sheet import Local
+from reshard.formats._torch_sheet import Local
 from reshard.layout import MASTER, PARAM, TensorKey
 from reshard.manifest import Manifest, ParamGroup
 
@@ -161,12 +162,27 @@ def gather(source: Manifest, request: Request) -> State:
         layers=layers,
         moe=moe,
         experts=experts,
-        engine=engine,
+        engine=_remapped(engine, ranks, axes.tensor),
         config=config,
         bf16_optimizer=_is_bf16_optimizer(engine, config, stage, model),
         kinds=kinds,
         origin=origin,
     )
+
+
+def _remapped(
+    engine: Mapping[str, Any], ranks: Sequence[ModelRank], degree: int
+) -> Mapping[str, Any]:
+    """The engine's state, with an affine map of the target's tensor axis if it has one."""
+    info = section(engine, "universal_checkpoint_info")
+    known = section(section(info, "affine_map"), "params")
+    if all(len(section(one, "ranks")) == degree for one in known.values()):
+        return engine
+    held: list[dict[str, Part]] = [{} for _ in range(degree)]
+    for rank in ranks:
+        locals_ = [*rank.weights, *(p for g in rank.groups for p in g.params)]
+        held[rank.mp % degree] |= {one.name: (one.shape, one.entries) for one in locals_}
+    return {**engine, "universal_checkpoint_info": mapped_anew(info, held)}
 
 
 def _target(source: Manifest, request: Request) -> tuple[int, int]:

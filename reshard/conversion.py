@@ -26,6 +26,7 @@ from reshard.layout import MASTER, PARAM, TensorKey
 from reshard.manifest import Manifest
 from reshard.plan import Plan
 from reshard.record import Recorder
+from reshard.remesh import check_mesh, remeshed
 from reshard.rename import Rule, renamed
 from reshard.replicas import check_small
 from reshard.report import Report, report
@@ -50,6 +51,9 @@ class Wanted:
         What the caller believes the source's world size to be; checked.
     world, stage
         Of the target; ``None`` for the source's.
+    mesh
+        Sizes of axes of the target: ``shard`` is the world size, ``expert`` the degree of expert
+        parallelism, ``tensor`` that of tensor parallelism (:mod:`reshard.remesh`).
     rename, unwrap
         Other names for tensors, of which all else speaks: :func:`~reshard.rename.renamed`.
     dtype, keep
@@ -68,6 +72,7 @@ class Wanted:
     from_world: int | None = None
     world: int | None = None
     stage: int | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict[str, int])
     dtype: str | None = None
     keep: tuple[str, ...] = ()
     state: str | None = None
@@ -84,16 +89,27 @@ class Wanted:
     def request(self) -> Request:
         """The part that a format's writer is asked."""
         cast: DType | None = None if self.dtype is None else dtype_named(self.dtype)
+        check_mesh(self.mesh)
         return Request(
-            world=self.world,
+            world=self._size("shard", self.world, "--to"),
             stage=self.stage,
             casts=Casts(cast, self.keep),
             state=self.state,
             optimizer=self.optimizer,
             max_shard_bytes=self.max_shard_bytes,
             tag=self.tag,
-            expert_parallel=self.expert_parallel,
+            expert_parallel=self._size("expert", self.expert_parallel, "--expert-parallel"),
         )
+
+    def _size(self, axis: str, other: int | None, option: str) -> int | None:
+        """The size of an axis, which may be said in two ways."""
+        size = self.mesh.get(axis, other)
+        if other is not None and size != other:
+            raise RequestError(
+                f"the mesh says {axis}={size} and {option} says {other}",
+                hint="leave one of them out",
+            )
+        return size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,7 +238,8 @@ def planned(
     check_target(place)
     _check_from(manifest, wanted)
     manifest = renamed(manifest, wanted.rename, unwrap=wanted.unwrap)
-    draft = _draft(manifest, wanted, place, formats)
+    draft = _draft(remeshed(manifest, wanted.mesh), wanted, place, formats)
+    _check_axes(draft, wanted)
     _check_losses(manifest, draft, wanted)
     proofs = (*draft.proofs, *_derived(manifest, draft)) if wanted.derived else ()
     plan = Plan(
@@ -269,6 +286,18 @@ def _draft(
             if own.name == "native":
                 raise
     return formats["native"].draft(manifest, request, target)
+
+
+def _check_axes(draft: Draft, wanted: Wanted) -> None:
+    """Refuse a mesh that the target's format has no axes for."""
+    made = draft.manifest.layout.mesh
+    for axis, size in wanted.mesh.items():
+        if made.get(axis, 1) != size:
+            raise RequestError(
+                f"{axis}={size} can't be made: the format {draft.manifest.format} would have "
+                f"{axis}={made.get(axis, 1)}",
+                hint=f"leave {axis} out of the mesh, or choose another --format",
+            )
 
 
 def _check_losses(manifest: Manifest, draft: Draft, wanted: Wanted) -> None:
