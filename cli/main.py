@@ -7,6 +7,7 @@ and imports the library when it runs, so that ``--help`` is instant. Whatever go
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -75,7 +76,9 @@ class Program(click.Group):
             with self.make_context(prog_name or "zreshard", list(words), **extra) as context:
                 self.invoke(context)
 
-        sys.exit(guarded(run, words))
+        code = guarded(run, words)
+        gc.freeze()  # the process ends: nothing need be looked through once more
+        sys.exit(code)
 
 
 @click.group(

@@ -25,13 +25,12 @@ from reshard.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from reshard.formats._dcp_names import METADATA, OF_RANK
 from reshard.pickle_stubs import Record
 from reshard.pickles import load_pickle
 from reshard.source import source_error
 from reshard.stored import DTypeName, brief
 
-METADATA = ".metadata"
-OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 DATA = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 _CHECKPOINT = "torch.distributed.checkpoint."

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.formats._counts import may_be_count
 from reshard.formats._dcp_keys import Optimizer
 from reshard.formats._dcp_metadata import Index, Stored
 from reshard.formats._dcp_spaces import Spaces, full_chunks
@@ -188,6 +189,7 @@ class Optimizers:
         """Values that are one for the group, and the keys that are left."""
         rest = {name: dict(states) for name, states in keys.items()}
         scalars: dict[str, Any] = {}
+        dims = any(self._dims(states) for states in keys.values())
         for state in dict.fromkeys(s for states in keys.values() for s in states):
             of = {name: states[state] for name, states in keys.items() if state in states}
             if not all(self._is_scalar(key) for key in of.values()):
@@ -197,6 +199,9 @@ class Optimizers:
                         "something else for others",
                         where=self._root,
                     )
+                continue
+            tensors = all(key in self._index.tensors for key in of.values())
+            if tensors and not may_be_count(state, dims=dims):
                 continue
             values = {name: self._script.agreed(key) for name, key in of.items()}
             kinds = {repr(_exact(value)) for value in values.values()}

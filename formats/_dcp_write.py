@@ -11,14 +11,15 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.box import Box, Shape
 from reshard.commit import write_file
 from reshard.dtypes import DType, from_numpy
 from reshard.errors import RequestError
-from reshard.execute import Result
 from reshard.format import Draft, Request
-from reshard.formats._dcp_metadata import METADATA, Blob, Path_
+from reshard.formats._dcp_metadata import Blob, Path_
+from reshard.formats._dcp_names import METADATA
 from reshard.formats._dcp_write_keys import Contents, Item, contents
 from reshard.formats._dcp_write_metadata import TensorRow, ValueRow, metadata
 from reshard.formats._dcp_write_values import Small, small
@@ -30,6 +31,9 @@ from reshard.store import EntryStore, File, Regions, Store
 from reshard.stored import StoredTensor
 from reshard.targets import target_error
 from reshard.torchfile_write import TorchZipLayout
+
+if TYPE_CHECKING:
+    from reshard.execute import Result
 
 STAGE = 3
 """FSDP2 shards parameters and optimizer state alike, as ZeRO stage 3 does."""

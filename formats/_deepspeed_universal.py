@@ -41,7 +41,7 @@ def open_universal(names: Names) -> Manifest:
     IncompleteError
         If a trained parameter has no file (a conversion that broke off leaves such folders).
     """
-    from reshard.formats.deepspeed import add_objects
+    from reshard.formats._deepspeed_read import add_objects
 
     checkpoint = _models(names)
     builder = Builder("deepspeed", names.root, algorithm="crc32")

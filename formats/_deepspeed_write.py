@@ -32,8 +32,8 @@ from reshard.formats._deepspeed_write_losses import losses_of
 from reshard.formats._deepspeed_write_model import frozen_spaces, model_file
 from reshard.formats._deepspeed_write_optimizer import optimizer_file
 from reshard.formats._deepspeed_write_ranks import ModelRank
-from reshard.formats._deepspeed_write_sheet import Blueprint, Sheet, Slice, Whole
 from reshard.formats._deepspeed_write_state import BFLOAT16, State, gather, section
+from reshard.formats._torch_sheet import Blueprint, Sheet, Slice, Whole
 from reshard.layout import Entry, FlatSpace, Layout
 from reshard.manifest import Manifest
 from reshard.partition import Replicated

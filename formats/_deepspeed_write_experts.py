@@ -20,7 +20,7 @@ from reshard.errors import IncompleteError, RequestError, UnsupportedError
 from reshard.formats._deepspeed_experts import Expert, degree_of, with_degree
 from reshard.formats._deepspeed_write_groups import unrotated
 from reshard.formats._deepspeed_write_layers import Layer
-from reshard.formats._deepspeed_write_sheet import Local
+from reshard.formats._torch_sheet import Local
 from reshard.layout import BUFFER, MASTER, PARAM
 from reshard.manifest import Manifest, ParamGroup
 from reshard.plain import encode

@@ -21,7 +21,7 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.formats._deepspeed_experts import Topology, data_first
-from reshard.formats._deepspeed_write_sheet import Local
+from reshard.formats._torch_sheet import Local
 from reshard.layout import FlatSpace
 from reshard.partition import Contiguous, Partition, PerTensor
 from reshard.ruler import Ints

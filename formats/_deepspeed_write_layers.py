@@ -17,7 +17,7 @@ from typing import Any
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.formats._deepspeed_names import names
-from reshard.formats._deepspeed_write_sheet import Local, Sheet
+from reshard.formats._torch_sheet import Local, Sheet
 from reshard.layout import BUFFER, PARAM
 from reshard.manifest import Manifest
 

@@ -17,9 +17,10 @@ from reshard.format import Loss
 from reshard.formats._deepspeed_experts import Expert
 from reshard.formats._deepspeed_write_groups import Flat
 from reshard.formats._deepspeed_write_ranks import ModelRank
-from reshard.formats._deepspeed_write_sheet import Local, Sheet
 from reshard.formats._deepspeed_write_state import State, section
-from reshard.formats._deepspeed_write_values import VERSION, Plain
+from reshard.formats._deepspeed_write_values import VERSION
+from reshard.formats._torch_plain import Plain
+from reshard.formats._torch_sheet import Local, Sheet
 from reshard.layout import BUFFER, PARAM, FlatSpace
 from reshard.partition import PerTensor
 from reshard.stored import Size, StoredTensor

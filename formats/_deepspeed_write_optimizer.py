@@ -14,9 +14,10 @@ import numpy as np
 
 from reshard.errors import UnsupportedError
 from reshard.formats._deepspeed_write_groups import Flat, Rules
-from reshard.formats._deepspeed_write_sheet import Sheet
 from reshard.formats._deepspeed_write_state import State
-from reshard.formats._deepspeed_write_values import VERSION, Plain, fragment, scaling, stage_enum
+from reshard.formats._deepspeed_write_values import VERSION, fragment, scaling, stage_enum
+from reshard.formats._torch_plain import Plain
+from reshard.formats._torch_sheet import Sheet
 from reshard.layout import MASTER
 from reshard.stored import StoredTensor
 

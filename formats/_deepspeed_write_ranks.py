@@ -18,7 +18,7 @@ from reshard.formats._deepspeed_tensor import part_name
 from reshard.formats._deepspeed_write_experts import Dealer
 from reshard.formats._deepspeed_write_groups import unrotated
 from reshard.formats._deepspeed_write_layers import layer_of
-from reshard.formats._deepspeed_write_sheet import Local, torch_name
+from reshard.formats._torch_sheet import Local, torch_name
 from reshard.layout import BUFFER, MASTER, PARAM, Entry, FlatSpace
 from reshard.manifest import Manifest, ParamGroup
 from reshard.partition import Replicated

@@ -23,13 +23,14 @@ from reshard.box import Shape
 from reshard.builder import Builder
 from reshard.errors import CorruptError, IncompleteError, UnsafeError
 from reshard.formats._dcp_blobs import Blobs, check_files, orphans
-from reshard.formats._dcp_metadata import METADATA, Index, Stored, read
+from reshard.formats._dcp_metadata import Index, Stored, read
+from reshard.formats._dcp_names import METADATA
 from reshard.formats._dcp_spaces import full_chunks
+from reshard.formats._megatron_files import COMMON
 from reshard.formats._megatron_parts import Contents, Objects, Part, Piece, unflattened
 from reshard.stored import brief
 from reshard.torchfile import TorchFile, open_torch_file
 
-COMMON = "common.pt"
 COMMON_STATE = "common_state"
 _INTEGRITY = "integrity.json"
 _SHARD = re.compile(r"(.+)/shard_((?:\d{1,9}\.)*\d{1,9})_((?:\d{1,9}\.)*\d{1,9})", re.DOTALL)

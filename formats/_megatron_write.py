@@ -11,22 +11,23 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.commit import write_file
 from reshard.errors import RequestError
-from reshard.execute import Result
 from reshard.format import Draft, Request
 from reshard.formats._dcp_write import Book
 from reshard.formats._dcp_write_values import small
-from reshard.formats._megatron_torch_dist import COMMON
+from reshard.formats._megatron_files import BACKEND, COMMON, METADATA
 from reshard.formats._megatron_write_keys import contents
 from reshard.manifest import Manifest
 from reshard.targets import target_error
 
-METADATA = "metadata.json"
+if TYPE_CHECKING:
+    from reshard.execute import Result
+
 _DESCRIBED = {
-    "sharded_backend": "torch_dist",
+    BACKEND: "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from reshard.builder import Builder
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.formats._megatron_files import COMMON
 from reshard.formats._megatron_parts import Contents, Objects, Part, Piece
-from reshard.formats._megatron_torch_dist import COMMON, grids
+from reshard.formats._megatron_torch_dist import grids
 from reshard.formats._orbax_store import check_chunks
 from reshard.formats._zarr import V2, parse
 from reshard.torchfile import TorchFile, open_torch_file

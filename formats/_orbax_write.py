@@ -4,8 +4,6 @@ Arrays are zarr 3, a folder each, not compressed, cut in chunks of whole rows: s
 plain file which is copied to. What came from Orbax gets its own tree again, with typed keys; any
 other checkpoint becomes ``{"params": {name: …}, "exp_avg": {name: …}, …}``, a level of keys for
 the states and one for the names, dots and all.
-
-``_zreshard.json`` says which tensor each array is, and its digest. Orbax doesn't read it.
 """
 
 from __future__ import annotations
@@ -15,30 +13,31 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.box import Box, Shape
 from reshard.builder import Builder, Placed
 from reshard.commit import write_file
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, UnsupportedError
-from reshard.execute import Result
+from reshard.errors import UnsupportedError
 from reshard.format import AS_WRITTEN, Draft, Loss, Request
-from reshard.formats._orbax_tree import DICT, METADATA, Keys, Leaf, Tree, is_name
+from reshard.formats._orbax_files import (
+    ARRAY,
+    COMMITTED,
+    EMPTY_FILE,
+    JSON_ITEM,
+    NUMPY,
+    OBJECTS,
+    SIDECAR,
+    STRINGS,
+)
+from reshard.formats._orbax_tree import DICT, METADATA, Keys, Leaf, is_name
 from reshard.layout import PARAM, Entry, TensorKey, key_text
 from reshard.manifest import Manifest
 from reshard.store import File
 
-OBJECTS = "orbax"
-"""Name of the format, and the key of the manifest's objects that holds its trees."""
-
-SIDECAR = "_zreshard.json"
-STRINGS = "_strings.json"
-COMMITTED = "commit_success.txt"
-JSON_ITEM = "metadata"
-ARRAY = "zarr.json"
-EMPTY_FILE = ".empty"
-NUMPY = "np.ndarray"
+if TYPE_CHECKING:
+    from reshard.execute import Result
 
 CHUNK = 64 << 20
 """Bytes of a chunk, at most, where it has more than one row."""
@@ -323,60 +322,6 @@ def write_item(folder: Path, item: Item, digests: Mapping[TensorKey, int]) -> No
             }
         ),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Sidecar:
-    """What ``_zreshard.json`` says of a tree.
-
-    Parameters
-    ----------
-    tree
-        With the kinds that leaves had before they were written.
-    keys, digests
-        Which tensor each array is, and their digests; nothing where there is no such file.
-    """
-
-    tree: Tree
-    keys: Mapping[Keys, TensorKey] = field(default_factory=dict)
-    digests: Mapping[TensorKey, int] = field(default_factory=dict)
-
-
-def read_sidecar(folder: Path, tree: Tree) -> Sidecar:
-    """Read what was noted beside a tree.
-
-    Raises
-    ------
-    CorruptError
-        If it makes no sense, or isn't of this tree.
-    """
-    path = folder / SIDECAR
-    if not path.is_file():
-        return Sidecar(tree)
-    try:
-        document = json.loads(path.read_bytes())
-        kinds = {name: str(row["kind"]) for name, row in document["tensors"].items()}
-        rows = {
-            name: ((str(row["name"]), str(row["state"])), int(row["crc64nvme"], 16))
-            for name, row in document["tensors"].items()
-        }
-        version = document["zreshard"]
-    except OSError as error:
-        raise CorruptError(f"can't be read: {error.strerror}", where=path) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"isn't what zreshard writes: {error!r}", where=path) from error
-    if version != 1:
-        raise UnsupportedError(f"is of version {version!r}", where=path)
-    stored = {leaf.path: leaf.keys for leaf in tree.leaves if leaf.stored}
-    if stored.keys() != rows.keys() or len({key for key, _ in rows.values()}) != len(rows):
-        raise CorruptError(
-            "isn't of this tree: it lists other arrays",
-            where=path,
-            hint="files of another checkpoint were copied into this one",
-        )
-    leaves = tuple(replace(leaf, kind=kinds.get(leaf.path, leaf.kind)) for leaf in tree.leaves)
-    keys = {stored[name]: key for name, (key, _) in rows.items()}
-    return Sidecar(replace(tree, leaves=leaves), keys, dict(rows.values()))
 
 
 def _json(document: Any) -> bytes:

@@ -34,6 +34,9 @@ HEADER_LIMIT = 100_000_000
 HUB_LIMIT = 25_000_000
 """Longest header that the hub's library reads over the network."""
 
+SUFFIX = ".safetensors"
+"""How the name of a file ends."""
+
 METADATA = "__metadata__"
 """The one key of a header that isn't a tensor."""
 

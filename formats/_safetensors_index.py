@@ -24,6 +24,9 @@ from reshard.stored import brief
 INDEX_LIMIT = 10 << 20
 """Largest index that the hub's loaders read."""
 
+MODEL = "model"
+"""How the names of a model's files begin."""
+
 SUFFIX = ".safetensors.index.json"
 """How the name of an index ends."""
 

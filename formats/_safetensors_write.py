@@ -22,7 +22,8 @@ from reshard.format import Draft, Loss, Request
 from reshard.formats import _safetensors_header as headers
 from reshard.formats import _safetensors_index as indexes
 from reshard.formats._safetensors_choose import OBJECTS, Item, choose, losses, notes_of
-from reshard.formats._safetensors_header import Slot
+from reshard.formats._safetensors_header import SUFFIX, Slot
+from reshard.formats._safetensors_index import MODEL
 from reshard.formats._safetensors_json import is_text
 from reshard.formats._safetensors_notes import encode_digests, free_text
 from reshard.layout import BUFFER, PARAM, Entry, FlatSpace, Layout, TensorKey
@@ -36,11 +37,6 @@ from reshard.targets import target_error
 if TYPE_CHECKING:
     from reshard.execute import Result
 
-MODEL = "model"
-"""What the files of a model are called by everyone."""
-
-SUFFIX = ".safetensors"
-"""How the name of a file ends."""
 
 SHARD_BYTES = 5 * 1000**3
 """Bytes of tensors in a shard, where nothing else is asked for: transformers' "5GB"."""

@@ -19,6 +19,7 @@ from reshard.box import Shape
 from reshard.builder import Builder, Placed
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, InconsistentError, UnsupportedError
+from reshard.formats._counts import may_be_count
 from reshard.formats._torch import Values, placed
 from reshard.layout import Entry, FlatSpace
 from reshard.manifest import ParamGroup
@@ -184,9 +185,12 @@ class Optimizer:
         """State that is one and the same value for all parameters of a group: steps, mostly."""
         found: dict[str, Any] = {}
         stepped = [state for state in group.states if state]
+        pairs = zip(group.names, group.states, strict=True)
+        dims = any(self._shape(name, states) for name, states in pairs if states)
         for state in dict.fromkeys(s for states in stepped for s in states):
             values = [states.get(state) for states in stepped]
-            if any(isinstance(v, StoredTensor) and v.shape for v in values):
+            tensors = [v for v in values if isinstance(v, StoredTensor)]
+            if any(v.shape for v in tensors) or (tensors and not may_be_count(state, dims=dims)):
                 continue
             plain = [self._small(value) for value in values]
             if len({json.dumps(encode(value)) for value in plain}) == 1:

@@ -1,4 +1,4 @@
-"""What is a file of a DeepSpeed checkpoint before its payload is written?
+"""What is a file of ``torch.save`` before its payload is written?
 
 A :class:`Sheet` is filled with the storages of one file, each with what will lie in it: a rank's
 slice of a flat space, a whole tensor, or a few bytes that are known already. Its
@@ -22,7 +22,7 @@ from reshard.dtypes import DType, from_numpy
 from reshard.errors import UnsupportedError
 from reshard.layout import Entry, FlatSpace
 from reshard.stored import StorageRef, StoredTensor, contiguous_strides
-from reshard.targets import target_error
+from reshard.targets import target_error, write_at
 from reshard.torchfile_write import TorchZipLayout
 
 
@@ -80,7 +80,7 @@ def torch_name(dtype: DType) -> str:
     """
     if dtype.torch is None or dtype.bits % 8:
         raise UnsupportedError(
-            f"torch has no {dtype} elements, so a DeepSpeed checkpoint can't hold them",
+            f"torch has no {dtype} elements, so a file of torch.save can't hold them",
             hint="write these tensors to another format (--format native)",
         )
     return dtype.torch
@@ -208,11 +208,3 @@ class Blueprint:
             crcs[key] = CRC32.of(data)
             write_at(fd, data, self.layout.offset(key))
         self.layout.finish(fd, crcs)
-
-
-def write_at(fd: int, data: bytes, offset: int) -> None:
-    """Write bytes at an offset of a file."""
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(fd, view, offset)
-        view, offset = view[done:], offset + done

@@ -21,10 +21,10 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.errors import RequestError
 from reshard.format import AS_WRITTEN, Draft, Loss, Request, optimizer_states
-from reshard.formats._deepspeed_write_sheet import Blueprint, Local, Sheet, Whole, torch_name
-from reshard.formats._deepspeed_write_values import Plain
 from reshard.formats._safetensors_choose import buffers_of, natural_order, weights_of
 from reshard.formats._torch_dict import LIST_KEYS, MODEL, OBJECTS
+from reshard.formats._torch_plain import Plain
+from reshard.formats._torch_sheet import Blueprint, Local, Sheet, Whole, torch_name
 from reshard.layout import CLIENT, MASTER, PARAM, Entry, FlatSpace, Layout, key_text
 from reshard.manifest import Manifest, Tensor
 from reshard.partition import Replicated

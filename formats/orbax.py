@@ -22,10 +22,9 @@ from reshard.builder import Builder, Placed
 from reshard.errors import CorruptError, IncompleteError, InconsistentError
 from reshard.format import Draft, Found, Request
 from reshard.formats import _orbax_tree as trees
-from reshard.formats import _orbax_write as writing
+from reshard.formats._orbax_files import COMMITTED, JSON_ITEM, OBJECTS, STRINGS, read_sidecar
 from reshard.formats._orbax_store import DATABASE, Chunk, Database, Files, Values, check_chunks
 from reshard.formats._orbax_tree import METADATA, Keys
-from reshard.formats._orbax_write import COMMITTED, JSON_ITEM, OBJECTS, STRINGS
 from reshard.formats._zarr import V2, V3, Array, parse
 from reshard.layout import Entry, TensorKey, key_text
 from reshard.manifest import Manifest
@@ -71,7 +70,9 @@ class Orbax:
 
     def draft(self, source: Manifest, request: Request, target: Path) -> Draft:
         """Lay the tensors out as arrays of a tree."""
-        return writing.draft(source, request, target)
+        from reshard.formats import _orbax_write
+
+        return _orbax_write.draft(source, request, target)
 
 
 FORMAT = Orbax()
@@ -124,7 +125,7 @@ class _Reading:
             for leaf in tree.leaves
             if leaf.stored
         }
-        noted = writing.read_sidecar(folder, tree)
+        noted = read_sidecar(folder, tree)
         found = noted.keys or trees.keys_of({k: array.shape for k, array in arrays.items()})
         if taken := self._digests.keys() & noted.digests.keys():
             raise InconsistentError(

@@ -26,9 +26,9 @@ from reshard.formats import _safetensors_header as headers
 from reshard.formats import _safetensors_index as indexes
 from reshard.formats import _safetensors_pieces as pieces
 from reshard.formats._safetensors_choose import OBJECTS
-from reshard.formats._safetensors_header import Header, Slot
+from reshard.formats._safetensors_header import SUFFIX, Header, Slot
+from reshard.formats._safetensors_index import MODEL
 from reshard.formats._safetensors_notes import Notes, free_text, read_digests, read_notes
-from reshard.formats._safetensors_write import MODEL, SUFFIX, draft
 from reshard.layout import Entry, TensorKey
 from reshard.manifest import Manifest
 from reshard.source import source_error
@@ -79,6 +79,8 @@ class Safetensors:
 
     def draft(self, source: Manifest, request: Request, target: Path) -> Draft:
         """Lay out one file (a target that ends in ``.safetensors``) or a folder of shards."""
+        from reshard.formats._safetensors_write import draft
+
         return draft(source, request, target)
 
 
@@ -283,6 +285,13 @@ class _Reading:
 
     def finish(self) -> Manifest:
         """The manifest of everything that was added."""
+        if self._empty and self._is_adapter():
+            raise IncompleteError(
+                "is an adapter whose weights weren't saved: tensors of shape [0], which is what "
+                f"saving under ZeRO-3 leaves of a parameter: {_some(self._empty)}",
+                where=self.builder.root,
+                hint="save it again with its parameters gathered, or take the training checkpoint",
+            )
         if self._empty:
             text = (
                 "tensors of shape [0], which is what saving under ZeRO-3 leaves of a parameter: "
@@ -293,6 +302,14 @@ class _Reading:
             self.builder.add_placed(state, state, placed)
         self.builder.objects[OBJECTS] = {"metadata": self._text()}
         return replace(self.builder.build({"shard": 1}, None), digests=self._digests)
+
+    def _is_adapter(self) -> bool:
+        """Whether these are the weights of an adapter, as PEFT names its files."""
+        root = self.builder.root
+        folder = root if root.is_dir() else root.parent
+        names = [root.name] if root.is_file() else [path.name for path in root.iterdir()]
+        named = any(name.startswith("adapter_model") for name in names)
+        return named or (folder / "adapter_config.json").is_file()
 
     def _text(self) -> dict[str, str]:
         """The free text that all files agree on."""

@@ -13,7 +13,9 @@ Five lines that read one slice of one weight out of a sharded checkpoint::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from reshard.lazy import lazily
 
 if TYPE_CHECKING:
     from reshard.api import consolidate, convert, diff, open, open_manifest, prepare, verify
@@ -62,16 +64,7 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that ``import reshard`` is instant."""
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -161,6 +161,14 @@ def _reserve(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
+def write_at(fd: int, data: bytes, offset: int) -> None:
+    """Write all of some bytes at an offset of a file."""
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
 def target_error(error: OSError, path: Path) -> TargetError:
     """An operating system's error while writing, as one of ours."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -31,6 +31,7 @@ from reshard.dtypes import BY_TORCH
 from reshard.errors import TargetError, UnsupportedError
 from reshard.pickle_write import dump_pickle
 from reshard.stored import StoredTensor
+from reshard.targets import write_at
 
 _ALIGNMENT: Final = 64
 _MAX32: Final = 0xFFFFFFFF
@@ -189,13 +190,13 @@ class TorchZipLayout:
         for name, entry in self._entries.items():
             crc = found[name]
             if name in small:
-                _pwrite(fd, entry.local_header() + small[name] + entry.descriptor(crc),
+                write_at(fd, entry.local_header() + small[name] + entry.descriptor(crc),
                         at + entry.header)  # fmt: skip
             else:
-                _pwrite(fd, entry.local_header(), at + entry.header)
-                _pwrite(fd, entry.descriptor(crc), at + entry.payload + entry.nbytes)
+                write_at(fd, entry.local_header(), at + entry.header)
+                write_at(fd, entry.descriptor(crc), at + entry.payload + entry.nbytes)
             directory += entry.central(crc)
-        _pwrite(fd, bytes(directory) + self._end(len(directory)), at + self._directory)
+        write_at(fd, bytes(directory) + self._end(len(directory)), at + self._directory)
 
     def _serialization_id(self, crcs: Mapping[str, int]) -> bytes:
         """Digits that depend on all the contents, and on nothing else."""
@@ -230,13 +231,6 @@ def _checked(storages: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
             raise ValueError(f"there is no storage {key!r} of {nbytes} bytes")
         seen.add(key)
         yield key, nbytes
-
-
-def _pwrite(fd: int, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(fd, view, at)
-        view, at = view[done:], at + done
 
 
 # ---------------------------------------------------------------------------- small files
@@ -280,7 +274,7 @@ def write_torch_file(
             for key, array in arrays.payload.items():
                 data = array.tobytes()
                 crcs[key] = CRC32.of(data)
-                _pwrite(fd, data, layout.offset(key))
+                write_at(fd, data, layout.offset(key))
             layout.finish(fd, crcs)
             os.fsync(fd)
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import reshard
 from reshard.api import consolidate, convert
 from reshard.conversion import Wanted
 from reshard.errors import RequestError
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import load  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
 
 from reshard.box import Box  # noqa: E402
 from reshard.dcp import ZReader  # noqa: E402
@@ -60,6 +62,33 @@ def test_a_sharded_model_resumes(
     assert found["epoch"] == 4
     assert found["unread"] == (), "only values weren't asked for"
     _same(found["before"], expected["before"])
+
+
+def test_a_group_of_one_scalar_parameter(tmp_path: Path) -> None:
+    """Its moments are tensors as it is one, though they look like a count; its steps are one."""
+    weight, heat = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.tensor(0.5))
+    groups = [{"params": [("w", weight)]}, {"params": [("heat", heat)], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    (weight.sum() * heat).backward()
+    optimizer.step()
+    inner = optimizer.state_dict()
+    names = {0: "w", 1: "heat"}
+    state = {
+        "model": {"w": weight.data, "heat": heat.data},
+        "optim": {
+            "state": {names[i]: dict(one) for i, one in inner["state"].items()},
+            "param_groups": [
+                {**{k: v for k, v in g.items() if k != "param_names"}, "params": [names[i]]}
+                for i, g in enumerate(inner["param_groups"])
+            ],
+        },
+    }
+    save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    found = reshard.open(tmp_path / "ckpt")
+    for moment in ("exp_avg", "exp_avg_sq"):
+        read = found["heat", moment].numpy()
+        assert read.tobytes() == optimizer.state[heat][moment].numpy().tobytes()
+    assert [set(g.scalars) for g in found.groups] == [{"step"}, {"step"}]
 
 
 def _state(truth: dict[str, Any]) -> dict[str, Any]:

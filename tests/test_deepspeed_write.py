@@ -26,7 +26,7 @@ from reshard.formats import _deepspeed_write as writing
 from reshard.formats import formats
 from reshard.formats._deepspeed_settings import shared_groups
 from reshard.formats._deepspeed_write_groups import Rules, lay_out, round_robin, unrotated
-from reshard.formats._deepspeed_write_sheet import Local
+from reshard.formats._torch_sheet import Local
 from reshard.layout import Entry, TensorKey
 from reshard.manifest import Manifest
 from reshard.plain import LeftOut

@@ -120,6 +120,26 @@ def test_there_and_back(trained: Path, tmp_path: Path, stage: int, world: int) -
     same(torch.load(trained), torch.load(tmp_path / "back.pt"))
 
 
+def test_a_group_of_one_scalar_parameter(tmp_path: Path) -> None:
+    """Its moments are tensors as it is one, though they look like a count; its steps are one."""
+    weight, heat = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.tensor(0.5))
+    groups = [{"params": [("w", weight)]}, {"params": [("heat", heat)], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    (weight.sum() * heat).backward()
+    optimizer.step()
+    state = {"model": {"w": weight.data, "heat": heat.data}, "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "in.pt")
+    found = reshard.open(tmp_path / "in.pt")
+    for moment in ("exp_avg", "exp_avg_sq"):
+        read = found["heat", moment].numpy()
+        assert read.tobytes() == optimizer.state[heat][moment].numpy().tobytes()
+    assert [set(g.scalars) for g in found.groups] == [{"step"}, {"step"}]
+    native = Wanted(format="native", world=3, stage=3)
+    reshard.convert(tmp_path / "in.pt", tmp_path / "native", native, QUICK)
+    reshard.convert(tmp_path / "native", tmp_path / "back.pt", WITH_OPTIMIZER, QUICK)
+    same(torch.load(tmp_path / "in.pt"), torch.load(tmp_path / "back.pt"))
+
+
 def test_training_goes_on(trained: Path, tmp_path: Path) -> None:
     """A new model and optimizer that load what was written train to the same losses."""
     reshard.convert(trained, tmp_path / "again.pt", WITH_OPTIMIZER, QUICK)

@@ -6,7 +6,9 @@ conversion; :class:`ZWriter` writes the native format. Torch is imported when on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from reshard.lazy import lazily
 
 if TYPE_CHECKING:
     from reshard.dcp.reader import ZReader
@@ -17,16 +19,7 @@ __all__ = ["ZReader", "ZWriter"]
 _HOME = {"ZReader": "reader", "ZWriter": "writer"}
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch is loaded only then."""
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -19,10 +19,10 @@ from reshard.formats._dcp_blobs import Blobs
 from reshard.formats._dcp_mesh import Mesh
 from reshard.formats._dcp_metadata import Stored
 from reshard.formats._dcp_optimizer import Optimizers
+from reshard.formats._dcp_read import check_model, keep
 from reshard.formats._dcp_spaces import Spaces
 from reshard.formats._dcp_values import Script
 from reshard.formats._torch import Values
-from reshard.formats.dcp import check_model, keep
 from reshard.layout import FlatSpace, Layout
 from reshard.manifest import Manifest
 from reshard.torchfile import open_torch_file

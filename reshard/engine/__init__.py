@@ -9,7 +9,9 @@ steps is a **safe point**.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from reshard.lazy import lazily
 
 if TYPE_CHECKING:
     from reshard.engine.data import Position, Samples
@@ -54,16 +56,7 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch is loaded only then."""
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOME)
 
 
 def __dir__() -> list[str]:
