@@ -19,7 +19,8 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -75,6 +76,15 @@ class Decoder(Protocol):
         ...
 
 
+def disk_for(sizes: Iterable[int]) -> int:
+    """Bytes of temporary files that decoded files of these sizes may take at a time."""
+    large = [nbytes for nbytes in sizes if nbytes > SMALL]
+    if not large:
+        return 0
+    slabs = sum(large) + len(large) * mmap.PAGESIZE + SLAB
+    return min(slabs, max(DISK, max(large)) + SLAB)
+
+
 class _Slab:
     """A temporary file that decoded files are laid into, one after the other."""
 
@@ -109,6 +119,36 @@ class _Slab:
             piece, at = piece[done:], at + done
 
 
+class _Turns:
+    """Has threads decode at the same time only as much as memory allows.
+
+    What is stored of a file is read as one by some libraries, and is about as long as the file.
+
+    Parameters
+    ----------
+    most
+        Bytes of files that may be decoded at a time; a longer one is decoded alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Wait for a turn, and have it while the block runs."""
+        part = min(nbytes, self._most)
+        with self._changed:
+            self._changed.wait_for(lambda: self._left >= part)
+            self._left -= part
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += part
+                self._changed.notify_all()
+
+
 @dataclass(slots=True)
 class _Decoded:
     """A file, decoded or about to be; its slab and place there, where it is in one."""
@@ -135,6 +175,7 @@ class DecodedFiles:
     def __init__(self, root: Path, memory: int = MEMORY, folder: Path | None = None) -> None:
         self._root = root
         self._room = memory
+        self._turns = _Turns(memory)
         self._folder = folder
         self._lock = threading.Lock()
         self._files: dict[int, _Decoded] = {}
@@ -251,7 +292,8 @@ class DecodedFiles:
             at += len(view)
 
         try:
-            decoder.decode(self._root, write)
+            with self._turns.taken(nbytes):
+                decoder.decode(self._root, write)
         except ValueError as error:
             raise CorruptError(f"can't be decoded: {error}", where=path) from error
         if at != nbytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.commit import Staging
+from reshard.decoded import disk_for
 from reshard.execute import LEAST_MEMORY, Options
 from reshard.format import Draft
 from reshard.manifest import Manifest
@@ -91,7 +92,7 @@ def report(plan: Plan, draft: Draft, target: Path, options: Options) -> Report:
         dropped=tuple((loss.what, loss.why) for loss in draft.losses),
         proved=len(plan.derived) + len(plan.copies_of),
         peak_memory=min(options.max_memory, LEAST_MEMORY + 4 * options.workers * options.step),
-        disk_needed=goal.file_bytes,
+        disk_needed=goal.file_bytes + disk_for(f.nbytes for f in plan.source.files if f.decoder),
         disk_free=free_space(target),
         notes=tuple(f"{n.where}: {n.text}" for n in plan.source.notes),
     )

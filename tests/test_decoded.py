@@ -316,6 +316,62 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     assert calls == {7: 1}
 
 
+@pytest.mark.parametrize(("nbytes", "together"), [(300_000, 3), (600_000, 1), (5_000_000, 1)])
+def test_no_more_is_decoded_at_a_time_than_memory_allows(
+    tmp_path: Path, nbytes: int, together: int
+) -> None:
+    now = most = 0
+    lock = threading.Lock()
+    full = threading.Event()
+
+    class Watched(Some):
+        def decode(self, root: Path, write: Write) -> None:
+            nonlocal now, most
+            with lock:
+                now += 1
+                most = max(most, now)
+                if now == together:
+                    full.set()
+            full.wait(5)
+            super().decode(root, write)
+            with lock:
+                now -= 1
+
+    files = DecodedFiles(tmp_path, memory=1_000_000)
+    some = [Watched(n, nbytes, Counter()) for n in range(6)]
+    threads = [threading.Thread(target=ask, args=(files, one)) for one in some]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == together
+
+
+def test_a_turn_ends_with_an_error(tmp_path: Path) -> None:
+    class Broken(Some):
+        def decode(self, root: Path, write: Write) -> None:
+            raise ValueError("no")
+
+    files = DecodedFiles(tmp_path, memory=1000)
+    for number in range(3):
+        with pytest.raises(CorruptError, match="can't be decoded: no"):
+            ask(files, Broken(number, 5000, Counter()))
+    ask(files, Some(9, 5000, Counter()))
+
+
+def test_disk_for_temporary_files_is_reckoned_with(plain: Manifest, tmp_path: Path) -> None:
+    """What is on the disk at a time, with what a slab leaves over."""
+    assert decoded.disk_for([0, decoded.SMALL]) == 0
+    assert decoded.disk_for([100_000]) >= 100_000
+    many = decoded.disk_for([1 << 30] * 100)
+    assert decoded.DISK <= many <= decoded.DISK + 2 * decoded.SLAB
+    assert decoded.disk_for([9 << 30]) >= 9 << 30
+    needed = reshard.prepare(plain, tmp_path / "a", WANTED).report.disk_needed
+    manifest = encode(plain, tmp_path / "encoded")
+    more = reshard.prepare(manifest, tmp_path / "b", WANTED).report.disk_needed
+    assert more == needed + decoded.disk_for(file.nbytes for file in manifest.files)
+
+
 def test_random_use_under_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is dropped, each answer is right, and the room is kept to."""
     monkeypatch.setattr(decoded, "SMALL", 200)

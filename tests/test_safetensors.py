@@ -34,6 +34,7 @@ from reshard.digest import CRC64NVME
 from reshard.dtypes import BY_SAFETENSORS, dtype, from_numpy
 from reshard.errors import (
     CorruptError,
+    IncompleteError,
     RequestError,
     UnsupportedError,
 )
@@ -655,6 +656,21 @@ def test_empty_tensors_among_the_weights_are_pointed_out(tmp_path: Path) -> None
     assert "shape [0]" in texts(notes)
     assert "'zero3'" in texts(notes)
     assert "fine" not in texts(notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("adapter_model.safetensors", False), ("model.safetensors", True)]
+)
+@pytest.mark.parametrize("folder", [True, False])
+def test_an_adapter_without_its_weights_is_refused(
+    tmp_path: Path, name: str, config: bool, folder: bool
+) -> None:
+    arrays = {"q.lora_A.weight": np.ones(0, np.float32), "q.lora_B.weight": np.ones((4, 2))}
+    path = put(tmp_path, name, arrays)
+    if config:
+        (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(IncompleteError, match=r"adapter whose weights weren't saved.*lora_A"):
+        FORMAT.open(tmp_path if folder else path)
 
 
 def test_text_of_another_source_must_be_text(tmp_path: Path) -> None:
