@@ -83,6 +83,8 @@ class Rank:
         from reshard.engine.save import save
 
         assert self.engine is not None
+        if not hasattr(self, "copies"):  # the optimizer's states come with the first steps
+            self._timed(3)
         parts = [
             tensor
             for flat in self.engine.flats
