@@ -98,6 +98,45 @@ def bytes_at(store: Store, dtype: DType, extent: Ints, within: Ints) -> tuple[In
     return pick(store.files, extent), pick(store.offsets, extent) + nbytes_of(dtype, within)
 
 
+def copies_of_entries(
+    space: FlatSpace,
+    state: str,
+    store: Store,
+    runs: tuple[Ints, Ints, Ints],
+    target: tuple[DType, Ints | int, Ints],
+    message: Ints,
+    at: Ints,
+) -> Runs:
+    """Copies of runs of a source's entries, cut where the source is cut.
+
+    Parameters
+    ----------
+    space, state, store
+        Where they lie.
+    runs
+        Entry, first element and length of each.
+    target
+        The target's element type, the byte from which elements are counted there (one a run, or
+        one for all), and the element at which each run begins.
+    message, at
+        The message of each run, and the element of it.
+    """
+    entry, start, count = runs
+    dtype, base, first = target
+    found = located(space, store, entry, start, count)
+    query, moved = found.query, found.start - pick(start, found.query)
+    file, byte = bytes_at(store, space.states[state], found.extent, found.within)
+    begin = base if isinstance(base, int) else pick(base, query)
+    return Runs(
+        file=file,
+        source=byte,
+        target=begin + nbytes_of(dtype, pick(first, query) + moved),
+        count=found.count,
+        message=pick(message, query),
+        at=nbytes_of(dtype, pick(at, query) + moved),
+    )
+
+
 def crossing(source: Manifest, frames: Frames, group: int, pieces: Pieces) -> Crossing:
     """Cut pieces of boxes which the source has, too, where the source is cut.
 

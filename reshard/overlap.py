@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reshard.box import Box, Shape, strides_of
-from reshard.copies import Block, Runs, nbytes_of
-from reshard.crossing import bytes_at, located
+from reshard.copies import Block, Runs
+from reshard.crossing import copies_of_entries
 from reshard.dtypes import DType
 from reshard.frames import Cover
 from reshard.manifest import Manifest, Place
-from reshard.ruler import Ints, ints, pick
+from reshard.ruler import Ints, ints
 from reshard.store import EntryStore, Store
 
 ROWS = 32768
@@ -157,18 +157,15 @@ class Overlap:
         source, target, at = (
             _row_starts(common.box, inner, f.start, strides_of(f.shape)) for f in frames
         )
-        count = np.full(len(source), math.prod(common.box.shape[inner:]), np.int64)
-        entries, store = np.full_like(source, entry), self._store(cover, common.place)
-        found = located(self.source.space(space), store, entries, source, count)
-        query, moved = found.query, found.start - pick(source, found.query)
-        file, byte = bytes_at(store, cover.tensor.dtype, found.extent, found.within)
-        return Runs(
-            file=file,
-            source=byte,
-            target=common.target + nbytes_of(wanted.dtype, pick(target, query) + moved),
-            count=found.count,
-            message=np.full_like(file, wanted.message),
-            at=nbytes_of(wanted.dtype, pick(at, query) + moved),
+        count = np.full_like(source, math.prod(common.box.shape[inner:]))
+        return copies_of_entries(
+            self.source.space(space),
+            cover.tensor.state,
+            self._store(cover, common.place),
+            (np.full_like(source, entry), source, count),
+            (wanted.dtype, common.target, target),
+            np.full_like(source, wanted.message),
+            at,
         )
 
     def _blocks(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from reshard.box import Box
 from reshard.collector import collector_paused
 from reshard.copies import NO_GAPS, PROOF, Batch, Block, Message, Runs, nbytes_of
-from reshard.crossing import Crossing, bytes_at, crossing, located
+from reshard.crossing import Crossing, copies_of_entries, crossing
 from reshard.dtypes import DType
 from reshard.frames import Frames, Sources
 from reshard.join import Join
@@ -281,22 +281,18 @@ class Plan:
     ) -> Iterator[Batch]:
         message = pick(sources.message, pieces.entry)
         for some in slabs.cut(pieces, ROWS):
-            space = self.source.space(some.part[0])
-            kind = space.states[some.part[1]]
-            store = self.source.stores[space.name, some.part[1]]
-            found = located(space, store, some.entry, some.start, some.count)
-            gone = found.start - pick(some.start, found.query)
-            place, byte = bytes_at(store, kind, found.extent, found.within)
-            piece = pick(some.piece, found.query)
-            runs = Runs(
-                file=place,
-                source=byte,
-                target=target[piece] + nbytes_of(dtype, pick(some.moved, found.query) + gone),
-                count=found.count,
-                message=message[piece],
-                at=nbytes_of(dtype, pick(some.at, found.query) + gone),
+            index, state = some.part
+            space = self.source.space(index)
+            runs = copies_of_entries(
+                space,
+                state,
+                self.source.stores[space.name, state],
+                (some.entry, some.start, some.count),
+                (dtype, target[some.piece], some.moved),
+                message[some.piece],
+                some.at,
             )
-            yield Batch(file, kind, dtype, runs)
+            yield Batch(file, space.states[state], dtype, runs)
 
     def _searched(
         self, file: int, sources: Sources, dtype: DType, pieces: Pieces, target: Ints

@@ -9,6 +9,7 @@ A parameter of several parts stacked in one (gate and up projections, say) is cu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -123,24 +124,17 @@ class _Cutter:
     def _alike(self) -> list[list[FlatSpace]]:
         """Spaces that differ in their index on the tensor axis alone, in its order."""
         groups: dict[object, list[FlatSpace]] = {}
+        before: Counter[object] = Counter()  # spaces of a kind at one place
         for space in self._manifest.layout.spaces:
             index = space.coords.get(TENSOR)
+            if index is None:
+                groups[space.name] = [space]
+                continue
             rest = tuple(sorted((a, i) for a, i in space.coords.items() if a != TENSOR))
-            key: object = space.name
-            if index is not None:
-                key = (space.group, tuple(space.states.items()), rest, self._number(space))
-            groups.setdefault(key, []).append(space)
+            kind = (space.group, tuple(space.states.items()), rest)
+            groups.setdefault((kind, before[kind, index]), []).append(space)
+            before[kind, index] += 1
         return [sorted(some, key=lambda s: s.coords.get(TENSOR, 0)) for some in groups.values()]
-
-    def _number(self, space: FlatSpace) -> int:
-        """How many spaces of that kind stand before this one at the same coordinates."""
-        before = 0
-        for other in self._manifest.layout.spaces:
-            if other is space:
-                return before
-            same = other.group == space.group and other.coords == space.coords
-            before += same and dict(other.states) == dict(space.states)
-        raise AssertionError(space.name)
 
     def _space(self, alike: Sequence[FlatSpace], index: int) -> FlatSpace:
         first = alike[0]
