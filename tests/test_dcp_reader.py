@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import reshard
 from reshard.api import consolidate, convert
 from reshard.conversion import Wanted
 from reshard.errors import RequestError
@@ -24,6 +23,7 @@ from reshard.box import Box  # noqa: E402
 from reshard.dcp import ZReader  # noqa: E402
 from reshard.dcp import reader as reader_module  # noqa: E402
 from tests import deepspeed_truth as deepspeed  # noqa: E402
+from tests import scalar_group  # noqa: E402
 from tests.dcp_ranks import (  # noqa: E402
     load_large,
     load_saved,
@@ -65,16 +65,11 @@ def test_a_sharded_model_resumes(
 
 
 def test_a_group_of_one_scalar_parameter(tmp_path: Path) -> None:
-    """Its moments are tensors as it is one, though they look like a count; its steps are one."""
-    weight, heat = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.tensor(0.5))
-    groups = [{"params": [("w", weight)]}, {"params": [("heat", heat)], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups)
-    (weight.sum() * heat).backward()
-    optimizer.step()
+    optimizer, model = scalar_group.stepped()
     inner = optimizer.state_dict()
     names = {0: "w", 1: "heat"}
     state = {
-        "model": {"w": weight.data, "heat": heat.data},
+        "model": model,
         "optim": {
             "state": {names[i]: dict(one) for i, one in inner["state"].items()},
             "param_groups": [
@@ -84,11 +79,7 @@ def test_a_group_of_one_scalar_parameter(tmp_path: Path) -> None:
         },
     }
     save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    found = reshard.open(tmp_path / "ckpt")
-    for moment in ("exp_avg", "exp_avg_sq"):
-        read = found["heat", moment].numpy()
-        assert read.tobytes() == optimizer.state[heat][moment].numpy().tobytes()
-    assert [set(g.scalars) for g in found.groups] == [{"step"}, {"step"}]
+    scalar_group.check(tmp_path / "ckpt", optimizer)
 
 
 def _state(truth: dict[str, Any]) -> dict[str, Any]:

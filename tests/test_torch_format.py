@@ -28,6 +28,7 @@ from reshard.errors import (  # noqa: E402
 )
 from reshard.execute import Options  # noqa: E402
 from reshard.formats import detect  # noqa: E402
+from tests import scalar_group  # noqa: E402
 
 QUICK = Options(sync=False)
 WITH_OPTIMIZER = Wanted(format="torch", optimizer=True)
@@ -121,19 +122,10 @@ def test_there_and_back(trained: Path, tmp_path: Path, stage: int, world: int) -
 
 
 def test_a_group_of_one_scalar_parameter(tmp_path: Path) -> None:
-    """Its moments are tensors as it is one, though they look like a count; its steps are one."""
-    weight, heat = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.tensor(0.5))
-    groups = [{"params": [("w", weight)]}, {"params": [("heat", heat)], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups)
-    (weight.sum() * heat).backward()
-    optimizer.step()
-    state = {"model": {"w": weight.data, "heat": heat.data}, "optimizer": optimizer.state_dict()}
+    optimizer, model_dict = scalar_group.stepped()
+    state = {"model": model_dict, "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "in.pt")
-    found = reshard.open(tmp_path / "in.pt")
-    for moment in ("exp_avg", "exp_avg_sq"):
-        read = found["heat", moment].numpy()
-        assert read.tobytes() == optimizer.state[heat][moment].numpy().tobytes()
-    assert [set(g.scalars) for g in found.groups] == [{"step"}, {"step"}]
+    scalar_group.check(tmp_path / "in.pt", optimizer)
     native = Wanted(format="native", world=3, stage=3)
     reshard.convert(tmp_path / "in.pt", tmp_path / "native", native, QUICK)
     reshard.convert(tmp_path / "native", tmp_path / "back.pt", WITH_OPTIMIZER, QUICK)
