@@ -347,9 +347,13 @@ class _Reading:
         return found
 
     def _shape(self, key: str, value: object) -> Shape:
-        if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
-            raise self._bad(f"gives {brief(key)} the shape {brief(value)}")
-        return tuple(value)
+        if isinstance(value, tuple):
+            for size in value:  # a loop: there are millions of these
+                if type(size) is not int or size < 0:
+                    break
+            else:
+                return value
+        raise self._bad(f"gives {brief(key)} the shape {brief(value)}")
 
     def _dtype(self, key: str, fields: Mapping[str, Any]) -> DType:
         properties = fields.get("properties")

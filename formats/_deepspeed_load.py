@@ -8,6 +8,7 @@ of another run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,6 +37,13 @@ KNOWN: dict[str, type[Record]] = dict.fromkeys(
 """Classes that DeepSpeed itself puts in its files; others come from the training script."""
 
 THREADS = 4
+
+PATIENCE = 0.02
+"""Seconds waited for the disk after which files are opened side by side.
+
+Reading pickles is work for the interpreter, in which threads only get into each other's way; what
+they can share is waiting.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +154,17 @@ def load_all(jobs: Iterable[tuple[Path, int, int]]) -> dict[tuple[int, int], Loa
 
 
 def _load_list(jobs: Iterable[tuple[Path, int, int]]) -> list[Loaded]:
-    rows = list(jobs)
-    if len(rows) < THREADS:
-        return [load_one(*row) for row in rows]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(lambda row: load_one(*row), rows))
+    rows, found = list(jobs), list[Loaded]()
+    waited = 0.0
+    while len(found) < len(rows) and waited < PATIENCE:
+        began, worked = time.perf_counter(), time.thread_time()
+        found.append(load_one(*rows[len(found)]))
+        waited += time.perf_counter() - began - (time.thread_time() - worked)
+    rest = rows[len(found) :]
+    if rest:
+        with ThreadPoolExecutor(THREADS) as pool:
+            found += pool.map(lambda row: load_one(*row), rest)
+    return found
 
 
 def load(names: Names) -> Checkpoint:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.builder import Builder
+from reshard.collector import collector_paused
 from reshard.errors import ReshardError
 from reshard.formats import _deepspeed_names as file_names
 from reshard.formats._deepspeed_load import (
@@ -41,6 +42,7 @@ ENGINE_KEYS = frozenset(
 """Keys of a model file that DeepSpeed's engine writes; all others are the script's own."""
 
 
+@collector_paused()
 def read_checkpoint(root: Path, name: str) -> Manifest:
     """Read what all ranks' files say; no payload."""
     names = file_names.names(root)

@@ -4,6 +4,10 @@ Long runs are read into a buffer that is used again and stays in the processor's
 summed and written from there. Short runs are gathered: slices of the mapped source, many to one
 ``pwritev``. Casts, strided blocks and sources on network file systems pass through small buffers
 too. Checksums are taken while the bytes are in the cache (:mod:`reshard.tally`).
+
+CRC-32 is taken before CRC-64. isal's routine leaves the upper halves of the vector registers in
+use, and with them casts, which are compiled for SSE, take three times as long; awscrt's routine
+clears them.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ class Mover:
         self._reader = fetcher if isinstance(fetcher, Read) else Read(files, step)
         self._step = step
         self._twin = ints([m.twin for m in plan.messages])
-        self._has_twins = bool((self._twin >= 0).any())
+        self._kinds, self._kind = _kinds(plan)
         self._scratch: NDArray[np.uint8] | None = None
         self._target: Target | None = None
 
@@ -95,17 +99,12 @@ class Mover:
         """Runs by the type to which they are cast for a proof, ``None`` for no such."""
         if not len(runs):
             return
-        twins = self._twin[runs.message] if self._has_twins else None
-        if twins is None or (twins < 0).all():
-            yield None, runs
+        kinds = self._kind[runs.message]
+        if (kinds == kinds[0]).all():
+            yield self._kinds[kinds[0]], runs
             return
-        kinds = {t: self._kind(t) for t in np.unique(twins).tolist()}
-        for kind in dict.fromkeys(kinds.values()):
-            some = [t for t, k in kinds.items() if k == kind]
-            yield kind, runs.take(np.flatnonzero(np.isin(twins, some)))
-
-    def _kind(self, twin: int) -> DType | None:
-        return None if twin < 0 else self._plan.messages[twin].dtype
+        for kind in np.unique(kinds).tolist():
+            yield self._kinds[kind], runs.take(np.flatnonzero(kinds == kind))
 
     def _write(self, parts: list[memoryview], offset: int) -> None:
         if self._target is not None:
@@ -134,9 +133,9 @@ class Mover:
                 continue
             gather.make_room(target, size)
             view = fetch(file, source, size)
-            first.append(crc64(view))
             if need32:
                 second.append(crc32(view))
+            first.append(crc64(view))
             gather.add(view, size)
         gather.flush()
         found = Digested(nbytes, np.array(first, np.uint64), np.array(second, np.uint64))
@@ -163,9 +162,9 @@ class Mover:
         need32, write = self.tally.need32, self._write
         for at in range(0, size, step):
             view = reader.fetch(file, source + at, min(step, size - at))
-            first = crc64(view, first)
             if need32:
                 second = crc32(view, second)
+            first = crc64(view, first)
             if kind is not None:
                 twin = crc64(self._cast(batch, view, kind, message), twin)
             write([view], target + at)
@@ -212,10 +211,11 @@ class Mover:
         self, read: memoryview, made: memoryview, found: tuple[int, int, int, int]
     ) -> tuple[int, int, int, int]:
         """Checksums so far, continued: CRC-64 and CRC-32 of what was read and what was made."""
+        read32 = made32 = 0
+        if self.tally.need32:
+            read32, made32 = CRC32.of(read, found[1]), CRC32.of(made, found[3])
         read64, made64 = CRC64NVME.of(read, found[0]), CRC64NVME.of(made, found[2])
-        if not self.tally.need32:
-            return read64, 0, made64, 0
-        return read64, CRC32.of(read, found[1]), made64, CRC32.of(made, found[3])
+        return read64, read32, made64, made32
 
     def _cast(self, batch: Batch, view: memoryview, kind: DType, message: int) -> memoryview:
         """Elements in another type, valid until the next call."""
@@ -268,6 +268,14 @@ class Mover:
         run, crc64 = len(packed) // len(at), CRC64NVME.function()
         crcs = [crc64(packed[i : i + run]) for i in range(0, len(packed), run)]
         self.tally.add_rows(message, at, run, np.array(crcs, np.uint64))
+
+
+def _kinds(plan: Plan) -> tuple[list[DType | None], Ints]:
+    """The types of twins, and for each message which of them its twin has: ``None`` without one."""
+    twins = [None if m.twin < 0 else plan.messages[m.twin].dtype for m in plan.messages]
+    kinds = list(dict.fromkeys(twins))
+    place = {kind: at for at, kind in enumerate(kinds)}
+    return kinds, ints([place[kind] for kind in twins])
 
 
 def _rows(block: Block, dtype: DType) -> Ints:

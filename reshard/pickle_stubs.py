@@ -21,6 +21,8 @@ from reshard.stored import brief
 #: numpy's codes for what an array may hold: booleans, numbers, text and bytes, no objects.
 _PLAIN_CODE: Final = re.compile(r"[<>|=]?[biufcSU]\d{1,6}")
 
+_TEXT: Final = frozenset((str,))
+
 
 class Record:
     """An inert object of a pickle.
@@ -72,7 +74,7 @@ class Record:
         for part in parts:
             if part is None:
                 continue
-            if not isinstance(part, dict) or not all(isinstance(key, str) for key in part):
+            if not isinstance(part, dict) or not _TEXT.issuperset(map(type, part)):
                 raise CorruptError(f"an object {self.qualname} has a state that isn't attributes")
             found.update(part)
         return found
