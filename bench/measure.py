@@ -80,12 +80,14 @@ class Times:
         return ratios[0], statistics.median(ratios), ratios[-1]
 
 
-def interleaved(cases: Mapping[str, Case], folder: Path, rounds: int) -> dict[str, Times]:
+def interleaved(
+    cases: Mapping[str, Case], folder: Path, rounds: int, nbytes: int = 0
+) -> dict[str, Times]:
     """Run all cases ``rounds`` times, after one round that doesn't count.
 
     Each writes to a path that doesn't exist; what it wrote is removed before the next begins,
-    outside of the time. If other processes disturb a round, further ones are run, and those count
-    which were disturbed least.
+    outside of the time. Every second round runs the cases in the opposite order. If other
+    processes disturb a round, further ones are run, and those count which were disturbed least.
 
     Parameters
     ----------
@@ -95,10 +97,15 @@ def interleaved(cases: Mapping[str, Case], folder: Path, rounds: int) -> dict[st
         Where they write.
     rounds
         How many rounds count.
+    nbytes
+        About what a case writes: see :func:`claim`.
     """
     found: list[dict[str, Run]] = []
     for number in range(PATIENCE * rounds + 1):
-        one = {name: _run(case, folder / "output") for name, case in cases.items()}
+        one = {}
+        for name in list(cases)[:: -1 if number % 2 else 1]:
+            claim(folder / "claimed", nbytes)
+            one[name] = _run(cases[name], folder / "output")
         if number:
             found.append(one)
         if sum(_others(one) < QUIET for one in found) == rounds:
@@ -148,6 +155,19 @@ def settle() -> None:
         Path("/proc/sys/vm/compact_memory").write_text("1")
     except OSError as error:
         print(f"memory is as other programs left it ({error}): times may be bimodal", flush=True)
+
+
+def claim(path: Path, nbytes: int) -> None:
+    """Write a file and remove it, so that a virtual machine has that much memory at hand.
+
+    Pages that were free for two seconds go back to the host, and bringing them again takes several
+    times as long as filling them: what runs first after a pause would pay for those that follow.
+    """
+    piece = bytes(1 << 20)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(0, nbytes, len(piece)):
+            file.write(piece)
+    path.unlink()
 
 
 def _remove(path: Path) -> None:

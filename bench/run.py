@@ -91,11 +91,11 @@ class Bench:
         self._compare(name, source, cases)
         child.close()
 
-    def consolidate(self, name: str) -> None:
-        """Consolidation of masters against ``cp`` of the file that comes out."""
-        source, child = self.input(name), Child()
-        wanted = {"format": "safetensors", "drop": ["*"]}
-        done = self.folder / f"consolidated-{name}"
+    def consolidate(self, name: str, *, optimizer: bool = False) -> None:
+        """Consolidation of masters, or all tensors, against ``cp`` of the file that comes out."""
+        source, child = self.input(name.split()[0]), Child()
+        wanted = {"format": "safetensors", "drop": ["*"], "optimizer": optimizer}
+        done = self.folder / f"consolidated-{name.replace(' ', '-')}"
         if not done.with_suffix(".safetensors").exists():
             call(child, source, wanted, False, done)
         file = done.with_suffix(".safetensors")
@@ -108,6 +108,7 @@ class Bench:
         }
         if has_cli():
             words = ["consolidate", str(source), ".safetensors", "--drop", "*"]
+            words += ["--optimizer"] if optimizer else []
             cases["command+sync"] = partial(cli, words)
         self._compare(name, file, cases, read=source)
         child.close()
@@ -135,9 +136,9 @@ class Bench:
         # apart, so that the disk is idle while nothing waits for it
         plain = {n: c for n, c in cases.items() if "+sync" not in n}
         synced = {n: c for n, c in cases.items() if "+sync" in n}
-        times = interleaved(plain, self.folder, self.rounds)
+        times = interleaved(plain, self.folder, self.rounds, nbytes)
         if self.synced:
-            times.update(interleaved(synced, self.folder, self.rounds))
+            times.update(interleaved(synced, self.folder, self.rounds, nbytes))
         figures: dict[str, Any] = {"bytes": nbytes}
         for case, took in times.items():
             base = times["cp+sync" if "+sync" in case else "cp"]
@@ -191,6 +192,7 @@ class Bench:
             "stage2": partial(self.consolidate, "stage2"),
             "stage3": partial(self.consolidate, "stage3"),
             "dcp": partial(self.consolidate, "dcp"),
+            "dcp all": partial(self.consolidate, "dcp all", optimizer=True),
             "dcp to native": partial(self.dcp, "dcp to native"),
             "memory": self.memory,
             "planning": self.planning,

@@ -154,7 +154,7 @@ def _overlap(boxes: list[Box], dims: int) -> tuple[Box, Box] | None:
     low = ints([b.start for b in boxes]).reshape(len(boxes), dims)
     high = ints([b.stop for b in boxes]).reshape(len(boxes), dims)
     # in order of the dim in which they are cut most, few others begin before a box ends
-    dim = max(range(dims), key=lambda d: len(np.unique(low[:, d])))
+    dim = max(range(dims), key=lambda d: len(set(low[:, d].tolist())))
     order = np.argsort(low[:, dim], kind="stable")
     low, high = low[order], high[order]
     for first, second in _near(low[:, dim], high[:, dim]):

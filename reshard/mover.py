@@ -103,7 +103,7 @@ class Mover:
         if (kinds == kinds[0]).all():
             yield self._kinds[kinds[0]], runs
             return
-        for kind in np.unique(kinds).tolist():
+        for kind in sorted(set(kinds.tolist())):
             yield self._kinds[kind], runs.take(np.flatnonzero(kinds == kind))
 
     def _write(self, parts: list[memoryview], offset: int) -> None:
@@ -174,13 +174,10 @@ class Mover:
     def _release(self, runs: Runs, nbytes: Ints) -> None:
         if self._fetcher is self._reader:
             return  # nothing of what it reads is mapped
-        files, where = np.unique(runs.file, return_inverse=True)
-        low = np.full(len(files), np.iinfo(np.int64).max)
-        high = np.zeros(len(files), np.int64)
-        np.minimum.at(low, where, runs.source)
-        np.maximum.at(high, where, runs.source + nbytes)
-        for file, first, end in zip(files.tolist(), low.tolist(), high.tolist(), strict=True):
-            self._fetcher.release(file, first, end)
+        ends = runs.source + nbytes
+        for file in dict.fromkeys(runs.file.tolist()):
+            rows = np.flatnonzero(runs.file == file)
+            self._fetcher.release(file, int(runs.source[rows].min()), int(ends[rows].max()))
 
     # -- bytes that change --------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ The opcodes are those of CPython's ``pickletools``, protocols 0 to 5.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 #: Runs of opcodes whose length is known at once. A memo index below 65536 is always harmless.
@@ -107,7 +107,7 @@ def _check_memo(index: int, data: bytes) -> None:
 def check_tree(
     value: object,
     containers: tuple[type, ...],
-    inside: Callable[[Any], Iterable[object]],
+    inside: Callable[[Any], Collection[object]],
     *,
     max_nodes: int,
 ) -> None:
@@ -135,9 +135,10 @@ def check_tree(
             return
         deeper: list[object] = []
         for node in level:
-            deeper += [
-                one for one in inside(node) if type(one) not in _LEAVES and isinstance(one, containers)
-            ]
+            held = inside(node)
+            if _LEAVES.issuperset(map(type, held)):
+                continue
+            deeper += [one for one in held if isinstance(one, containers)]
             if len(deeper) > max_nodes:
                 raise BadPickleError(f"shared values unfold to more than {max_nodes} containers")
         max_nodes -= len(deeper)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -256,7 +256,7 @@ class _Unpickler(pickle.Unpickler):
         return array_scalar(*args) if plain else Opaque("numpy.core.multiarray.scalar", args)
 
 
-def _children(value: object) -> Iterable[object]:
+def _children(value: object) -> Collection[object]:
     """All that is directly inside a container; what is in an Opaque is nobody's business."""
     if isinstance(value, dict):
         return (*value.keys(), *value.values())

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reshard.digest import CRC64NVME
 from reshard.errors import CorruptError, InconsistentError
@@ -79,23 +78,23 @@ def digests(plan: Plan, tally: Tally) -> dict[TensorKey, int]:
     CorruptError
         If a tensor hasn't the digest that the source recorded.
     """
-    values = tally.messages.values()
+    values = tally.messages.values().tolist()
     same = plan.join.same
-    differing = [(k, some) for k, some in same if len(np.unique(values[some])) > 1]
+    differing = [(k, some) for k, some in same if len({values[m] for m in some}) > 1]
     if differing:
         raise _differing(plan, values, differing)
-    read = {key: int(values[some[0]]) for key, some in same}
+    read = {key: values[some[0]] for key, some in same}
     for key, value in read.items():
         _check_recorded(plan, key, value)
     for message, key, parent in plan.derived:
-        if int(values[message]) != read[key]:
+        if values[message] != read[key]:
             raise InconsistentError(
                 f"{key_text(key)} isn't {key_text(parent)} rounded to its type",
                 where=plan.source.root,
                 hint="weights and masters are of different moments, or one of them is damaged",
             )
     return {
-        message.key: int(value)
+        message.key: value
         for message, value in zip(plan.messages, values, strict=True)
         if message.written
     }
@@ -112,7 +111,7 @@ def _check_recorded(plan: Plan, key: TensorKey, value: int) -> None:
 
 
 def _differing(
-    plan: Plan, values: NDArray[np.uint64], differing: Sequence[tuple[TensorKey, Sequence[int]]]
+    plan: Plan, values: Sequence[int], differing: Sequence[tuple[TensorKey, Sequence[int]]]
 ) -> InconsistentError:
     """What to say of tensors whose replicas aren't equal: of the first one, where they lie."""
     key, messages = differing[0]
