@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ pytest.importorskip("torch")
 
 FAST = Options(sync=False)
 ALL = (*megatron.GPT, *megatron.RAW)
+VARIABLE = "ZRESHARD_MEGATRON_PYTHON"
+INTEROP = Path(__file__).parent.parent / "interop" / "megatron_save.py"
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -34,6 +37,21 @@ def test_reads_equal_to_the_truth(fixtures_dir: Path, tmp_path: Path, name: str)
         assert checkpoint[tensor, state].numpy().tobytes() == raw.tobytes(), (tensor, state)
         count += 1
     assert count == len(checkpoint.manifest.tensors), "something is there that isn't in the truth"
+
+
+@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python with it")
+def test_what_the_installed_version_writes(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [os.environ[VARIABLE], str(INTEROP), str(tmp_path)]
+    subprocess.run(command, check=True, env=environment, timeout=300)
+    checkpoint = reshard.open(tmp_path / "ckpt")
+    assert checkpoint.manifest.format == "megatron"
+    truth = np.load(tmp_path / "truth.npz")
+    for key in truth.files:
+        state, _, name = key.partition(":")
+        assert checkpoint[name, state].numpy().tobytes() == truth[key].tobytes(), key
+    assert len(truth.files) == len(checkpoint.manifest.tensors)
+    assert checkpoint.manifest.objects["step"] == 7
 
 
 @pytest.mark.parametrize("name", ALL)
