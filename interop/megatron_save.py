@@ -91,20 +91,21 @@ def state(tp: int, dp: int) -> dict[str, Any]:
 
 
 def as_it_was() -> None:
-    """Let older versions find what they call of numpy 1, and 0.8 what it calls of torch 2.3."""
+    """Let versions up to 0.12 find what they call of numpy 1 and torch 2.3."""
     import megatron.core
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
     from torch.distributed.checkpoint import filesystem
 
-    np.product = np.prod  # type: ignore[attr-defined]
-    if tuple(map(int, megatron.core.__version__.split(".")[:2])) > (0, 8):
+    version = tuple(map(int, megatron.core.__version__.split(".")[:2]))
+    if version > (0, 12):
         return
-    # torch's planner does this by itself now
-    MCoreSavePlanner._add_non_coordinator_iobytes_request = lambda *_: None
+    np.product = np.prod  # type: ignore[attr-defined]
     write, kind = filesystem._write_item, filesystem.SerializationFormat.TORCH_SAVE
-    transforms = filesystem._StorageWriterTransforms()
-    filesystem_async._write_item = lambda *given: write(transforms, *given, kind)
+    before = () if version > (0, 8) else (filesystem._StorageWriterTransforms(),)
+    filesystem_async._write_item = lambda *given: write(*before, *given, kind)
+    if version == (0, 8):  # torch's planner does this by itself now
+        MCoreSavePlanner._add_non_coordinator_iobytes_request = lambda *_: None
 
 
 def save(rank: int, folder: str, store: str) -> None:
