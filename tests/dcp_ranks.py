@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    async_save,
+    save,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -88,6 +93,29 @@ def save_trained(folder: str, flat: bool = False, ours: bool = False) -> State:
     before = whole(model, optimizer)
     step(model, optimizer)
     return {"before": before, "after": whole(model, optimizer)}
+
+
+def save_beside(folder: str, kind: str) -> State:
+    """Save beside the next steps, by a thread or a process; give what was saved."""
+    # torch starts a process of its own, which a daemon may not
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    model, optimizer = trained()
+    apart = dist.new_group(backend="gloo")  # the steps have collectives of their own
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": moments, "epoch": 4}
+    before = whole(model, optimizer)
+    future: Any = async_save(
+        state,
+        storage_writer=ZWriter(folder),
+        process_group=apart,
+        async_checkpointer_type=AsyncCheckpointerType(kind),
+    )
+    for _ in range(3):
+        step(model, optimizer)
+    future.result(timeout=120)
+    after = whole(model, optimizer)
+    assert (after["inner.weight"] != before["inner.weight"]).any()
+    return before
 
 
 def load_saved(folder: str, flat: bool = False, ours: bool = False) -> State:

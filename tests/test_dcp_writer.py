@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
 
 from reshard.dcp import ZWriter  # noqa: E402
-from tests.dcp_ranks import load_saved, save_columns, save_trained  # noqa: E402
+from tests.dcp_ranks import load_saved, save_beside, save_columns, save_trained  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
 FAST = Options(sync=False)
@@ -52,6 +52,19 @@ def test_the_same_as_torch_s_own_save_converted(tmp_path: Path, flat: bool) -> N
             assert loaded["before"][key].tobytes() == value.tobytes(), key
         else:
             assert loaded["before"][key] == value, key
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_save_beside_the_training(tmp_path: Path, kind: str) -> None:
+    """What ``async_save`` was given, not what the steps made of it meanwhile."""
+    expected = run_ranks(save_beside, 2, str(tmp_path / "native"), kind)[0]
+    assert verify(tmp_path / "native").problems == ()
+    loaded = run_ranks(load_saved, 3, str(tmp_path / "native"), False, True)[0]["before"]
+    for key, value in expected.items():
+        if isinstance(value, np.ndarray):
+            assert loaded[key].tobytes() == value.tobytes(), key
+        else:
+            assert loaded[key] == value, key
 
 
 def test_it_is_converted_on_as_any_other(tmp_path: Path) -> None:
