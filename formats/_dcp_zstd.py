@@ -9,7 +9,6 @@ Source: torch 2.13, ``torch/distributed/checkpoint/_extension.py``.
 
 from __future__ import annotations
 
-import importlib
 import io
 import tempfile
 from collections.abc import Iterator
@@ -19,13 +18,12 @@ from typing import IO
 
 from reshard.decoded import Write
 from reshard.errors import CorruptError
+from reshard.formats import _zstd
 from reshard.formats._dcp_metadata import Blob
 from reshard.source import source_error
 
 ZSTD = ("stream.zstd/1",)
 """What the metadata say of such a blob."""
-
-_STEP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +74,8 @@ def decompressed(root: Path, blob: Blob) -> IO[bytes]:
 
 
 def _decompressed(file: IO[bytes], blob: Blob) -> Iterator[bytes]:
-    zstandard = importlib.import_module("zstandard")
     window = _Window(file, blob.offset, blob.length)
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(window, read_across_frames=True) as reader:
-            while part := reader.read(_STEP):
-                yield part
-    except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from error
+    yield from _zstd.decompressed(window)
     if window.left:
         raise ValueError(f"it ends {window.left} bytes early")
 

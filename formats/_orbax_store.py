@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from reshard.decoded import Write
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats._zarr import Array, chunk_bytes
+from reshard.formats._zarr import Array, decoded
 
 DATABASE = "manifest.ocdbt"
 
@@ -87,6 +87,10 @@ class Files:
         return f"{self.folder}/{name}" if self.folder else name
 
 
+# malloc keeps memory for each thread that has read a value, as much as the largest took
+_ONE_READER = {"file_io_concurrency": {"limit": 1}, "data_copy_concurrency": {"limit": 1}}
+
+
 @dataclass(frozen=True)
 class Database:
     """Values in an OCDBT database.
@@ -107,7 +111,8 @@ class Database:
 
         base = {"driver": "file", "path": f"{os.path.abspath(self.root / self.folder)}/"}
         with self._errors("the database can't be opened"):
-            return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+            spec = {"driver": "ocdbt", "base": base}
+            return tensorstore.KvStore.open(spec, context=tensorstore.Context(_ONE_READER)).result()
 
     @cached_property
     def _names(self) -> dict[str, set[str]]:
@@ -181,7 +186,8 @@ class Chunk:
             stored = self.values.read(self.name)
             if stored is None:
                 raise IncompleteError(f"the chunk {self.name} is gone", where=root)
-            write(chunk_bytes(self.array, stored))
+            for part in decoded(self.array, stored):
+                write(part)
 
 
 def check_chunks(array: Array, found: Iterable[str], name: str, where: Path) -> None:

@@ -1,9 +1,10 @@
 """What does the metadata of a zarr array say, and how does one of its chunks become bytes?
 
 Version 2 (``.zarray``) and 3 (``zarr.json``). :class:`Array` has the grid and the names of the
-chunks; :func:`chunk_bytes` decodes one, with tensorstore, from memory: so that only what is there
-can be decoded, where tensorstore itself would make up a missing chunk of zeros. Element types and
-codecs are those of a list; tensorstore would abort the process on some others.
+chunks; :func:`decoded` decodes one: by :mod:`._zarr_codecs` if it is encoded as checkpoints usually
+are, else with tensorstore, from memory. So only what is there can be decoded, where tensorstore
+itself would make up a missing chunk of zeros. Element types and codecs are those of a list;
+tensorstore would abort the process on some others.
 
 Sources: zarr's storage specification version 2; zarr core specification version 3, "Array
 metadata", and its codecs ``bytes``, ``gzip``, ``blosc``, ``crc32c``, ``transpose`` and
@@ -22,6 +23,7 @@ from typing import Any
 from reshard.box import Box, Shape
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import CorruptError, UnsupportedError
+from reshard.formats._zarr_codecs import Chain, Shard
 
 V2, V3 = ".zarray", "zarr.json"
 
@@ -54,10 +56,10 @@ class Array:
         A chunk's name is the prefix, and its indices with the separator between them.
     codec
         Its metadata, but with the shape of one chunk: what decodes a chunk.
-    raw
-        Whether a chunk is its elements in row-major, little-endian order, and nothing else.
-    inner
-        For chunks that are shards, the number of chunks in one; else 0.
+    chain
+        How a chunk is encoded; ``None`` if only tensorstore can decode it, or it is a shard.
+    shard
+        What a chunk is made of, if chunks are shards.
     """
 
     version: int
@@ -67,8 +69,13 @@ class Array:
     separator: str
     prefix: str
     codec: str
-    raw: bool
-    inner: int = 0
+    chain: Chain | None
+    shard: Shard | None = None
+
+    @property
+    def raw(self) -> bool:
+        """Whether a chunk is its elements in row-major, little-endian order, and nothing else."""
+        return self.chain == Chain()
 
     @property
     def grid(self) -> Shape:
@@ -162,8 +169,14 @@ def _v2(document: dict[str, Any]) -> Array:
         separator=separator,
         prefix="",
         codec=json.dumps({**document, "shape": chunk, "dimension_separator": "."}),
-        raw=compressor is None and document["order"] == "C",
+        chain=_v2_chain(compressor, document["order"]),
     )
+
+
+def _v2_chain(compressor: dict[str, Any] | None, order: str) -> Chain | None:
+    if order != "C" or (compressor is not None and compressor["id"] != "zstd"):
+        return None
+    return Chain(zstd=compressor is not None)
 
 
 def _v3(document: dict[str, Any]) -> Array:
@@ -182,7 +195,7 @@ def _v3(document: dict[str, Any]) -> Array:
     separator = keys.get("configuration", {}).get("separator", "/" if default else ".")
     _only(separator in (".", "/"), "separator", separator)
     codecs = document["codecs"]
-    plain, inner = _codecs(codecs, chunk)
+    chain, shard = _codecs(codecs, chunk)
     return Array(
         version=3,
         shape=shape,
@@ -202,26 +215,26 @@ def _v3(document: dict[str, Any]) -> Array:
                 "codecs": codecs,
             }
         ),
-        raw=plain,
-        inner=inner,
+        chain=chain,
+        shard=shard,
     )
 
 
-def _codecs(codecs: list[dict[str, Any]], chunk: Shape) -> tuple[bool, int]:
-    """Whether chunks are raw, and for shards, how many chunks are in one."""
+def _codecs(codecs: list[dict[str, Any]], chunk: Shape) -> tuple[Chain | None, Shard | None]:
     if len(codecs) == 1 and codecs[0]["name"] == "sharding_indexed":
         settings = codecs[0]["configuration"]
         for codec in (*settings["codecs"], *settings["index_codecs"]):
             _only(codec["name"] in _V3_CODECS, "codec", codec)
-        index = [codec["name"] for codec in settings["index_codecs"]]
-        _only(index in (["bytes"], ["bytes", "crc32c"]), "index_codecs", index)
-        _only(settings.get("index_location", "end") in ("end", "start"), "index_location", settings)
-        part = _chunk(settings["chunk_shape"], chunk)
-        return False, math.prod(n // p for n, p in zip(chunk, part, strict=True))
+        index = Chain.of(settings["index_codecs"])
+        place = settings.get("index_location", "end")
+        _only(index is not None and not index.zstd, "index_codecs", settings["index_codecs"])
+        _only(place in ("end", "start"), "index_location", settings)
+        part, inner = _chunk(settings["chunk_shape"], chunk), Chain.of(settings["codecs"])
+        _only(not any(n % p for n, p in zip(chunk, part, strict=True)), "chunk_shape", part)
+        return None, Shard(chunk, part, inner, index == Chain(summed=True), place == "start")
     for codec in codecs:
         _only(codec["name"] in _V3_CODECS, "codec", codec)
-    little = [codec.get("configuration", {}).get("endian", "little") for codec in codecs]
-    return [codec["name"] for codec in codecs] == ["bytes"] and little == ["little"], 0
+    return Chain.of(codecs), None
 
 
 def _shape(given: Any) -> Shape:
@@ -244,7 +257,7 @@ def _only(holds: bool, what: str, found: object) -> None:
         raise UnsupportedError(f"{what} {str(found)[:80]} of a zarr array isn't known")
 
 
-def chunk_bytes(array: Array, stored: bytes) -> memoryview:
+def decoded(array: Array, stored: bytes) -> Iterator[bytes | memoryview]:
     """Decode one chunk.
 
     Parameters
@@ -254,21 +267,31 @@ def chunk_bytes(array: Array, stored: bytes) -> memoryview:
     stored
         The chunk as it is stored.
 
-    Returns
-    -------
-    memoryview
-        Its elements, row-major, of the full size of a chunk.
+    Yields
+    ------
+    bytes or memoryview
+        Its elements, row-major, of the full size of a chunk: some at a time.
 
     Raises
     ------
     ValueError
         If it can't be decoded.
     """
+    view, shard = memoryview(stored), array.shard
+    if array.chain is not None:
+        yield from array.chain.decoded(view)
+    elif shard is not None and shard.chain is not None:
+        yield from shard.decoded(view, array.dtype.numpy)
+    else:
+        if shard is not None:
+            shard.index(view)  # tensorstore would give the fill value for a missing chunk
+        yield _by_tensorstore(array, stored)
+
+
+def _by_tensorstore(array: Array, stored: bytes) -> memoryview:
     import numpy as np
     import tensorstore
 
-    if array.inner:
-        _check_index(array, stored)
     context = tensorstore.Context()
     store = tensorstore.KvStore.open({"driver": "memory"}, context=context).result()
     version = (".zarray", "zarr") if array.version == 2 else ("zarr.json", "zarr3")
@@ -278,18 +301,3 @@ def chunk_bytes(array: Array, stored: bytes) -> memoryview:
     opened = tensorstore.open(spec, context=context, open=True).result()
     elements = np.ascontiguousarray(opened.read().result())
     return elements.reshape(-1).view(np.uint8).data
-
-
-def _check_index(array: Array, stored: bytes) -> None:
-    """See that a shard has all of its chunks: tensorstore would give the fill value."""
-    (codec,) = json.loads(array.codec)["codecs"]
-    settings = codec["configuration"]
-    nbytes = 16 * array.inner
-    whole = nbytes + 4 * (len(settings["index_codecs"]) - 1)
-    if len(stored) < whole:
-        raise ValueError(f"its {len(stored)} bytes are fewer than its index takes")
-    begin = 0 if settings.get("index_location", "end") == "start" else len(stored) - whole
-    index = stored[begin : begin + nbytes]
-    for at in range(0, nbytes, 16):
-        if index[at : at + 16] == b"\xff" * 16:
-            raise ValueError(f"chunk {at // 16} of the shard is missing")
