@@ -32,6 +32,7 @@ from reshard.torchfile import TorchFile, read_torch_file
 
 OPEN_FILES = 64
 _DESCRIPTOR = struct.Struct("<4s3I")  # after a payload below 4 GiB (APPNOTE 4.3.9)
+_AHEAD = 4096  # bytes read behind a blob: the next one's first
 _TAIL = 98  # both ends of the zip's directory: the same for all blobs of one shape
 
 
@@ -88,6 +89,7 @@ class Blobs:
         self._compressed = compressed
         self._handles: OrderedDict[str, Handle] = OrderedDict()
         self._patterns: dict[tuple[int, Shape, DType], _Pattern] = {}
+        self._ahead: dict[str, tuple[int, bytes]] = {}  # of each file, what was read last
 
     def path(self, blob: Blob) -> Path:
         """The file that it lies in."""
@@ -204,10 +206,16 @@ class Blobs:
     def _matches(self, blob: Blob, pattern: _Pattern) -> int | None:
         """The CRC-32 of a blob's payload if it is of that pattern."""
         payload = pattern.payload
-        if self._pread(blob, blob.offset, len(pattern.head)) != pattern.head:
+        begin, ahead = self._ahead.get(blob.file, (0, b""))
+        head = ahead[blob.offset - begin :][: len(pattern.head)] if begin <= blob.offset else b""
+        if len(head) < len(pattern.head):
+            head = self._pread(blob, blob.offset, len(pattern.head))
+        if head != pattern.head:
             return None
-        end = payload.begin + payload.nbytes
-        rest = self._pread(blob, blob.offset + end, blob.length - end)
+        end = blob.offset + payload.begin + payload.nbytes
+        rest = self._pread(blob, end, blob.offset + blob.length - end + _AHEAD)
+        self._ahead[blob.file] = end, rest
+        rest = rest[: blob.offset + blob.length - end]
         if len(rest) < _DESCRIPTOR.size or not rest.endswith(pattern.tail):
             return None
         mark, crc, packed, size = _DESCRIPTOR.unpack_from(rest)

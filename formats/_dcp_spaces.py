@@ -19,6 +19,7 @@ from reshard.formats._dcp_metadata import Blob, Chunk, Stored
 from reshard.formats._dcp_zstd import ZstdBlob
 from reshard.layout import Entry, FlatSpace
 from reshard.partition import Explicit
+from reshard.side_by_side import side_by_side
 from reshard.store import EntryStore
 
 
@@ -135,15 +136,17 @@ class Spaces:
             self.builder.add(space, {state: self._store(rows)})
 
     def _store(self, rows: Sequence[tuple[DType, Chunk, Blob]]) -> EntryStore:
-        found = (self._payload(*row) for row in rows)
-        return EntryStore.of((file, payload.offset, payload.strides) for file, payload in found)
+        def payload(row: tuple[DType, Chunk, Blob]) -> Payload:
+            dtype, chunk, blob = row
+            return self.blobs.payload(blob, chunk.box.shape, dtype)
 
-    def _payload(self, dtype: DType, chunk: Chunk, blob: Blob) -> tuple[int, Payload]:
-        found = self.blobs.payload(blob, chunk.box.shape, dtype)
-        file = self._file(blob, found)
-        label = f"{blob.file} at byte {blob.offset}"
-        self.builder.region(file, found.begin, found.nbytes, found.crc32, label)
-        return file, found
+        found = []
+        for (_, _, blob), at in zip(rows, side_by_side(payload, rows, portion=64), strict=True):
+            file = self._file(blob, at)
+            label = f"{blob.file} at byte {blob.offset}"
+            self.builder.region(file, at.begin, at.nbytes, at.crc32, label)
+            found.append((file, at.offset, at.strides))
+        return EntryStore.of(found)
 
     def _file(self, blob: Blob, found: Payload) -> int:
         if found.whole is not None:

@@ -8,9 +8,7 @@ of another run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +18,7 @@ from reshard.errors import CorruptError, IncompleteError, InconsistentError, Uns
 from reshard.formats._deepspeed_experts import Expert, are_counts, check_files
 from reshard.formats._deepspeed_names import Names
 from reshard.pickle_stubs import Record
+from reshard.side_by_side import side_by_side
 from reshard.torchfile import TorchFile, open_torch_file
 
 _PACKAGE = "deepspeed.runtime."
@@ -35,15 +34,6 @@ KNOWN: dict[str, type[Record]] = dict.fromkeys(
     Record,
 )
 """Classes that DeepSpeed itself puts in its files; others come from the training script."""
-
-THREADS = 4
-
-PATIENCE = 0.02
-"""Seconds waited for the disk after which files are opened side by side.
-
-Reading pickles is work for the interpreter, in which threads only get into each other's way; what
-they can share is waiting.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +144,7 @@ def load_all(jobs: Iterable[tuple[Path, int, int]]) -> dict[tuple[int, int], Loa
 
 
 def _load_list(jobs: Iterable[tuple[Path, int, int]]) -> list[Loaded]:
-    rows, found = list(jobs), list[Loaded]()
-    waited = 0.0
-    while len(found) < len(rows) and waited < PATIENCE:
-        began, worked = time.perf_counter(), time.thread_time()
-        found.append(load_one(*rows[len(found)]))
-        waited += time.perf_counter() - began - (time.thread_time() - worked)
-    rest = rows[len(found) :]
-    if rest:
-        with ThreadPoolExecutor(THREADS) as pool:
-            found += pool.map(lambda row: load_one(*row), rest)
-    return found
+    return side_by_side(lambda row: load_one(*row), list(jobs))
 
 
 def load(names: Names) -> Checkpoint:
