@@ -12,8 +12,8 @@ The opcodes are those of CPython's ``pickletools``, protocols 0 to 5.
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Callable, Collection
 from typing import Any, Final
 
 #: Runs of opcodes whose length is known at once. A memo index below 65536 is always harmless.
@@ -95,21 +95,33 @@ def _skip(data: bytes, at: int) -> int:
     raise BadPickleError(f"an opcode {data[at : at + 1]!r} at byte {at}")
 
 
-#: What most values are: told by their type alone, which is faster than ``isinstance``.
-_LEAVES: Final = frozenset((int, str, float, bool, bytes, type(None)))
-
-
 def _check_memo(index: int, data: bytes) -> None:
     if index > len(data):
         raise BadPickleError(f"a memo index {index} in a pickle of {len(data)} bytes")
 
 
+_SIZED: Final = (dict, list, tuple, set, frozenset)
+_FIELDS: Final = 8  # most references of an object that isn't sized, its class among them
+_PART: Final = 4096  # nodes looked into at once
+
+
+class _Kinds(dict[type, bool]):
+    """Which types are of one of some kinds."""
+
+    def __init__(self, kinds: tuple[type, ...], but: tuple[type, ...] = ()) -> None:
+        self._kinds, self._but = kinds, but
+
+    def __missing__(self, one: type) -> bool:
+        found = self[one] = issubclass(one, self._kinds) and not issubclass(one, self._but)
+        return found
+
+
 def check_tree(
     value: object,
-    containers: tuple[type, ...],
-    inside: Callable[[Any], Collection[object]],
+    records: tuple[type, ...],
+    closed: tuple[type, ...],
     *,
-    max_nodes: int,
+    most: int,
 ) -> None:
     """Check that a loaded value can be walked over, by walking over it level by level.
 
@@ -117,30 +129,31 @@ def check_tree(
     ----------
     value
         What was loaded.
-    containers
-        The types of the values that hold others.
-    inside
-        What a container holds.
-    max_nodes
-        How many containers a walk that visits shared ones again may meet.
+    records, closed
+        Types that hold values in slots, besides dicts, lists, tuples and sets; and those of them
+        into which nobody looks.
+    most
+        How many references a walk that visits shared values again may follow.
 
     Raises
     ------
     BadPickleError
         It holds itself, is nested deeper than :data:`MAX_DEPTH`, or a walk would not end soon.
     """
-    level = [value] if isinstance(value, containers) else []
+    walked, sized = _Kinds((*_SIZED, *records), closed), _Kinds(_SIZED)
+    level = [value] if walked[type(value)] else []
     for _ in range(MAX_DEPTH):
         if not level:
             return
         deeper: list[object] = []
-        for node in level:
-            held = inside(node)
-            if _LEAVES.issuperset(map(type, held)):
-                continue
-            deeper += [one for one in held if isinstance(one, containers)]
-            if len(deeper) > max_nodes:
-                raise BadPickleError(f"shared values unfold to more than {max_nodes} containers")
-        max_nodes -= len(deeper)
+        for at in range(0, len(level), _PART):
+            part = level[at : at + _PART]
+            with_length: list[Any] = [node for node in part if sized[type(node)]]
+            # a dict holds keys and values
+            most -= 2 * sum(map(len, with_length)) + _FIELDS * (len(part) - len(with_length))
+            if most < 0:
+                raise BadPickleError("shared values unfold to more than its bytes could hold")
+            # what the collector would follow: a hundred thousand nodes in a millisecond or two
+            deeper += [one for one in gc.get_referents(*part) if walked[type(one)]]
         level = deeper
     raise BadPickleError(f"values are nested deeper than {MAX_DEPTH}, or one holds itself")

@@ -79,17 +79,6 @@ class Record:
             found.update(part)
         return found
 
-    def parts(self) -> list[object]:
-        """Give all the values inside."""
-        found = [*self.args, self.state]
-        if self.kwargs:
-            found += self.kwargs.values()
-        if self.items:
-            found += self.items
-        if self.pairs:
-            found += self.pairs
-        return found
-
     def __setstate__(self, state: object) -> None:
         self.state = state
 

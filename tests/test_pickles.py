@@ -546,6 +546,7 @@ BOMBS: dict[str, bytes] = {
     "laughs": b"\x80\x02]q\x00" + b"".join(
         b"(h%ch%clq%c" % (i, i, i + 1) for i in range(100)
     ) + b".",
+    "wide": b"\x80\x02](" + b"N" * 20000 + b"eq\x00](" + b"h\x00" * 20000 + b"e.",
     "copies": b"\x80\x02cbuiltins\nlist\nq\x00]q\x01(" + b"N" * 20000 + b"e\x85q\x020"
     + b"h\x00h\x02R0" * 20000 + b"N.",
 }  # fmt: skip
