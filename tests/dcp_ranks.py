@@ -13,11 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import (
-    AsyncCheckpointerType,
-    async_save,
-    save,
-)
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -97,6 +93,8 @@ def save_trained(folder: str, flat: bool = False, ours: bool = False) -> State:
 
 def save_beside(folder: str, kind: str) -> State:
     """Save beside the next steps, by a thread or a process; give what was saved."""
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
     # torch starts a process of its own, which a daemon may not
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     model, optimizer = trained()

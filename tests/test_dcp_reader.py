@@ -78,7 +78,7 @@ def test_a_group_of_one_scalar_parameter(tmp_path: Path) -> None:
             ],
         },
     }
-    save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    save(state, checkpoint_id=tmp_path / "ckpt")
     scalar_group.check(tmp_path / "ckpt", optimizer)
 
 
@@ -109,7 +109,7 @@ def truth(golden_dir: Path) -> dict[str, Any]:
 
 def test_deepspeed_without_a_conversion(golden_dir: Path, truth: dict[str, Any]) -> None:
     state = _state(truth)
-    load(state, storage_reader=ZReader(golden_dir / "z2_p4_bf16" / "ckpt"), no_dist=True)
+    load(state, storage_reader=ZReader(golden_dir / "z2_p4_bf16" / "ckpt"))
     assert state["step"] == 3
     for name, tensor in state["model"].items():
         assert np.array_equal(tensor.numpy(), truth[f"fp32.{name}"]), name
@@ -124,7 +124,7 @@ def test_safetensors_into_the_model_s_own_dict(
     consolidate(golden_dir / "z2_p4_bf16" / "ckpt", tmp_path / "model.safetensors", options=FAST)
     state = _state(truth)["model"]
     reader = ZReader(tmp_path / "model.safetensors", model="")
-    load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=reader)
     for name, tensor in state.items():
         assert np.array_equal(tensor.numpy(), truth[f"fp32.{name}"]), name
 
@@ -135,7 +135,7 @@ def test_masters_into_a_16_bit_model(golden_dir: Path, truth: dict[str, Any]) ->
     names = {k for k, v in weights.items() if v.dtype.name == "bfloat16"}
     assert len(names) > 20
     state = {"model": {n: torch.zeros(weights[n].shape, dtype=torch.bfloat16) for n in names}}
-    load(state, storage_reader=ZReader(golden_dir / "z2_p4_bf16" / "ckpt"), no_dist=True)
+    load(state, storage_reader=ZReader(golden_dir / "z2_p4_bf16" / "ckpt"))
     for name, tensor in state["model"].items():
         found = tensor.view(torch.int16).numpy()
         assert np.array_equal(found, weights[name].view(np.int16)), name
@@ -144,7 +144,7 @@ def test_masters_into_a_16_bit_model(golden_dir: Path, truth: dict[str, Any]) ->
 def _tensor_of(tmp_path: Path, tensor: Any) -> Path:
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save({"model": {"weight": tensor}}, checkpoint_id=tmp_path / "one", no_dist=True)
+    save({"model": {"weight": tensor}}, checkpoint_id=tmp_path / "one")
     return tmp_path / "one"
 
 
@@ -152,25 +152,25 @@ def test_a_value_that_overflows_is_an_error(tmp_path: Path) -> None:
     folder = _tensor_of(tmp_path, torch.tensor([1.0, 70000.0]))
     state = {"model": {"weight": torch.zeros(2, dtype=torch.float16)}}
     with pytest.raises(CheckpointException, match="70000"):
-        load(state, storage_reader=ZReader(folder), no_dist=True)
+        load(state, storage_reader=ZReader(folder))
 
 
 def test_integers_are_not_converted(tmp_path: Path) -> None:
     folder = _tensor_of(tmp_path, torch.tensor([1, 2]))
     state = {"model": {"weight": torch.zeros(2)}}
     with pytest.raises(CheckpointException, match="int64 in the checkpoint and float32"):
-        load(state, storage_reader=ZReader(folder), no_dist=True)
+        load(state, storage_reader=ZReader(folder))
 
 
 def test_what_nobody_asks_for_is_told(golden_dir: Path, truth: dict[str, Any]) -> None:
     state = {"model": _state(truth)["model"]}
     reader = ZReader(golden_dir / "z2_p4_bf16" / "ckpt")
-    load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=reader)
     assert "optim.state.tok.weight.exp_avg" in reader.unread
     assert "model.tok.weight" not in reader.unread
     strict = ZReader(golden_dir / "z2_p4_bf16" / "ckpt", strict=True)
     with pytest.raises(CheckpointException, match="doesn't ask for"):
-        load(state, storage_reader=strict, no_dist=True)
+        load(state, storage_reader=strict)
 
 
 def test_a_rank_reads_what_it_keeps(tmp_path: Path) -> None:
@@ -210,5 +210,5 @@ def test_torch_is_loaded_late() -> None:
 def test_no_checkpoint(tmp_path: Path) -> None:
     assert not ZReader.validate_checkpoint_id(tmp_path / "nothing")
     with pytest.raises(CheckpointException, match="no checkpoint"):
-        load({"a": torch.zeros(1)}, storage_reader=ZReader(tmp_path), no_dist=True)
+        load({"a": torch.zeros(1)}, storage_reader=ZReader(tmp_path))
     assert issubclass(RequestError, Exception)

@@ -108,7 +108,7 @@ def test_deepspeed_s_state_is_loaded_by_torch(golden_dir: Path, tmp_path: Path, 
         if f"exp_avg.{key}" in truth:
             moments = {s: torch.zeros(shape) for s in ("exp_avg", "exp_avg_sq")}
             state["optim"]["state"][key] = {**moments, "step": torch.zeros(())}
-    torch_load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch_load(state, checkpoint_id=tmp_path / "dcp")
     assert state["step"] == 3
     for key in names:
         assert np.array_equal(state["model"][key].numpy(), truth[f"fp32.{key}"]), key
