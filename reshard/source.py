@@ -268,6 +268,8 @@ class Read:
 
 def _buffer(nbytes: int) -> memoryview:
     """Memory that is filled again and again: of huge pages, whose addresses are found faster."""
+    if nbytes < HUGE_PAGE // 4:  # one page of it would be mostly empty
+        return memoryview(bytearray(nbytes))
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
