@@ -20,6 +20,9 @@ from reshard import __version__
 from reshard.cli.examples import write
 from reshard.cli.failure import guarded
 
+# numpy's linear algebra isn't used, and its threads take longer to start than much of our work
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 VERBS = {
     "convert": "convert",
     "plan": "convert",

@@ -10,18 +10,19 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.conversion import Job, Wanted, planned
 from reshard.coverage import check
-from reshard.difference import Difference
-from reshard.difference import diff as compared
 from reshard.execute import Options
 from reshard.formats import detect, formats
 from reshard.manifest import Manifest
 from reshard.report import Report
-from reshard.verification import Verified
-from reshard.verification import verify as verified
+
+if TYPE_CHECKING:
+    from reshard.difference import Difference
+    from reshard.verification import Verified
 
 Place = str | os.PathLike[str]
 
@@ -138,9 +139,13 @@ def verify(path: Place, options: Options | None = None) -> Verified:
     Verified
         What was checked, and every problem that was found.
     """
+    from reshard.verification import verify as verified
+
     return verified(open_manifest(path), options)
 
 
 def diff(a: Place, b: Place, options: Options | None = None) -> Difference:
     """Say in what two checkpoints differ, whatever their formats and layouts."""
+    from reshard.difference import diff as compared
+
     return compared(open_manifest(a), open_manifest(b), options)
