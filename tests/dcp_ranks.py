@@ -98,7 +98,7 @@ def save_beside(folder: str, kind: str) -> State:
     # torch starts a process of its own, which a daemon may not
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     model, optimizer = trained()
-    apart = dist.new_group(backend="gloo")  # the steps have collectives of their own
+    apart: Any = dist.new_group(backend="gloo")  # the steps have collectives of their own
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": moments, "epoch": 4}
     before = whole(model, optimizer)
