@@ -22,6 +22,10 @@ from reshard.manifest import Manifest, Tensor
 from reshard.stored import brief
 
 OBJECTS = "safetensors"
+
+FRAMEWORK = "format"
+"""The key of a file's metadata that says which framework's tensors it holds, such as ``pt``."""
+
 """The key of a manifest's objects under which the free text of safetensors files stands."""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.commit import write_file
 from reshard.errors import RequestError
-from reshard.format import Draft, Loss, Request
+from reshard.format import AS_WRITTEN, Draft, Loss, Request
 from reshard.formats import _safetensors_header as headers
 from reshard.formats import _safetensors_index as indexes
 from reshard.formats._safetensors_choose import OBJECTS, Item, choose, losses, notes_of
@@ -72,10 +72,13 @@ def draft(source: Manifest, request: Request, target: Path) -> Draft:
 
 def _carried(source: Manifest) -> tuple[dict[str, str], tuple[Loss, ...]]:
     """The free text of a source that was safetensors too."""
-    found = source.objects.get(OBJECTS)
-    text: Any = found.get("metadata", {}) if isinstance(found, Mapping) else {}
-    if not isinstance(text, Mapping) or not all(map(is_text, [*text, *text.values()])):
-        return {}, (Loss(OBJECTS, "its metadata isn't text, which it must be"),)
+    text: dict[Any, Any] = {}
+    for name in (OBJECTS + AS_WRITTEN, OBJECTS):
+        found = source.objects.get(name)
+        some: Any = found.get("metadata", {}) if isinstance(found, Mapping) else {}
+        if not isinstance(some, Mapping) or not all(map(is_text, [*some, *some.values()])):
+            return {}, (Loss(OBJECTS, "its metadata isn't text, which it must be"),)
+        text |= some
     return free_text(text, ()), ()
 
 

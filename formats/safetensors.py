@@ -21,11 +21,11 @@ from pathlib import Path
 from reshard.builder import Builder, Placed
 from reshard.collector import collector_paused
 from reshard.errors import IncompleteError, NotFoundError, RequestError, UnsupportedError
-from reshard.format import Draft, Found, Request
+from reshard.format import AS_WRITTEN, Draft, Found, Request
 from reshard.formats import _safetensors_header as headers
 from reshard.formats import _safetensors_index as indexes
 from reshard.formats import _safetensors_pieces as pieces
-from reshard.formats._safetensors_choose import OBJECTS
+from reshard.formats._safetensors_choose import FRAMEWORK, OBJECTS
 from reshard.formats._safetensors_header import SUFFIX, Header, Slot
 from reshard.formats._safetensors_index import MODEL
 from reshard.formats._safetensors_notes import Notes, free_text, read_digests, read_notes
@@ -300,7 +300,11 @@ class _Reading:
             self.builder.note("note", text, self.builder.root.name)
         for state, placed in self._placed.items():
             self.builder.add_placed(state, state, placed)
-        self.builder.objects[OBJECTS] = {"metadata": self._text()}
+        free = self._text()
+        own = {key: value for key, value in free.items() if key != FRAMEWORK}
+        for name, some in ((OBJECTS, own), (OBJECTS + AS_WRITTEN, free.keys() - own.keys())):
+            if some:
+                self.builder.objects[name] = {"metadata": {key: free[key] for key in some}}
         return replace(self.builder.build({"shard": 1}, None), digests=self._digests)
 
     def _is_adapter(self) -> bool:

@@ -31,6 +31,7 @@ from reshard.rename import Rule, renamed
 from reshard.replicas import check_small
 from reshard.report import Report, report
 from reshard.resume import earlier
+from reshard.stored import brief
 
 if TYPE_CHECKING:
     from reshard.dtypes import DType
@@ -303,13 +304,23 @@ def _check_axes(draft: Draft, wanted: Wanted) -> None:
 def _check_losses(manifest: Manifest, draft: Draft, wanted: Wanted) -> None:
     lost = [loss for loss in draft.losses if not loss.harmless and not _matches(loss, wanted.drop)]
     if lost:
-        lines = "\n".join(f"  {loss.what}: {loss.why}" for loss in lost[:20])
+        inside = {name: _inside(value) for name, value in manifest.objects.items()}
+        lines = "\n".join(f"  {o.what}{inside.get(o.what, '')}: {o.why}" for o in lost[:20])
         more = f"\n  and {len(lost) - 20} more" if len(lost) > 20 else ""
         raise RequestError(
             f"the target can't hold all of the checkpoint:\n{lines}{more}",
             where=manifest.root,
             hint="go on without them with --drop GLOB, or choose another --format",
         )
+
+
+def _inside(value: object, most: int = 6) -> str:
+    """What somebody would lose who lets an object go: the names in it."""
+    if not isinstance(value, Mapping) or not value:
+        return ""
+    names = [str(key) if str(key).isidentifier() else brief(key) for key in value]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f" ({', '.join(names[:most])}{more})"
 
 
 def _matches(loss: Loss, globs: Iterable[str]) -> bool:

@@ -197,7 +197,10 @@ def test_a_file_gets_its_digests_and_loads(tmp_path: Path) -> None:
     }  # fmt: skip
     again = FORMAT.open(target)
     assert again.digests == {(n, PARAM): CRC64NVME.of(a.tobytes()) for n, a in arrays.items()}
-    assert again.objects == {"safetensors": {"metadata": {"format": "pt", "author": "me"}}}
+    assert again.objects == {
+        "safetensors": {"metadata": {"author": "me"}},
+        "safetensors.as_written": {"metadata": {"format": "pt"}},
+    }
 
 
 def test_a_flipped_bit_is_noticed_by_the_digest(tmp_path: Path) -> None:
@@ -339,7 +342,7 @@ def test_tied_weights_are_noted_as_the_library_does(tmp_path: Path) -> None:
 
     again = FORMAT.open(tmp_path / "tied.safetensors")
     assert again.aliases == aliases
-    assert again.objects["safetensors"]["metadata"] == {"format": "pt"}
+    assert again.objects == {"safetensors.as_written": {"metadata": {"format": "pt"}}}
     assert set(again.tensors) == set(arrays)
     write(again, tmp_path / "shards", Request(max_shard_bytes=30))
     assert FORMAT.open(tmp_path / "shards").aliases == aliases
@@ -414,7 +417,8 @@ def test_masters_are_written_as_the_weights(tmp_path: Path) -> None:
     assert set(again.tensors) == {
         ("w1", PARAM), ("w2", PARAM), ("frozen", PARAM), ("running", BUFFER)
     }  # fmt: skip
-    assert again.objects["safetensors"]["metadata"] == {"format": "pt", "author": "me"}
+    assert again.objects["safetensors"]["metadata"] == {"author": "me"}
+    assert again.objects["safetensors.as_written"]["metadata"] == {"format": "pt"}
 
 
 def _same(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> None:

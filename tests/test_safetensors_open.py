@@ -230,7 +230,7 @@ def test_text_that_the_files_disagree_on(tmp_path: Path) -> None:
     put(tmp_path, "2.safetensors", {"b": np.ones(1)}, format="pt", step="2")
     put_index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     manifest = FORMAT.open(tmp_path)
-    assert manifest.objects["safetensors"]["metadata"] == {"format": "pt", "only": "x"}
+    assert manifest.objects["safetensors"]["metadata"] == {"only": "x"}
     assert "left-out" in texts(manifest.notes)
     assert "'step'" in texts(manifest.notes)
     draft = FORMAT.draft(manifest, Request(), tmp_path / "x.safetensors")
