@@ -172,12 +172,15 @@ class Mover:
         return first, second, twin
 
     def _release(self, runs: Runs, nbytes: Ints) -> None:
-        if self._fetcher is self._reader:
+        if self._fetcher is self._reader or not len(runs):
             return  # nothing of what it reads is mapped
-        ends = runs.source + nbytes
-        for file in dict.fromkeys(runs.file.tolist()):
-            rows = np.flatnonzero(runs.file == file)
-            self._fetcher.release(file, int(runs.source[rows].min()), int(ends[rows].max()))
+        order = np.argsort(runs.file, kind="stable")
+        files = runs.file[order]
+        starts = np.flatnonzero(np.append(True, files[1:] != files[:-1]))
+        low = np.minimum.reduceat(runs.source[order], starts)
+        high = np.maximum.reduceat((runs.source + nbytes)[order], starts)
+        for row in zip(files[starts].tolist(), low.tolist(), high.tolist(), strict=True):
+            self._fetcher.release(*row)
 
     # -- bytes that change --------------------------------------------------------------------
 
