@@ -131,7 +131,7 @@ def test_deepspeed_s_state_is_loaded_by_torch(golden_dir: Path, tmp_path: Path, 
 def test_what_is_lost_is_listed(golden_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(
         RequestError,
-        match="deepspeed \\(global_samples, .* more\\): a distributed checkpoint has no place",
+        match=r"deepspeed \(global_samples, .* more\): a distributed checkpoint has no place",
     ):
         convert(golden_dir / GOLDEN[0] / "ckpt", tmp_path / "dcp", Wanted(format="dcp"), FAST)
 
