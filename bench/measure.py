@@ -282,6 +282,19 @@ class Peak:
         return self.peak[name] - self.before[name]
 
 
+def grown(source: Path, target: Path, wanted: Mapping[str, Any]) -> tuple[Peak, float]:
+    """Convert in a process of its own: its memory meanwhile, and the seconds that it took.
+
+    What it wrote is removed.
+    """
+    child = Child()
+    with Peak(child.pid) as peak:
+        found = child.call(source=source, target=target, wanted=wanted, options={"sync": False})
+    child.close()
+    _remove(target)
+    return peak, float(found["seconds"])
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     model = next(

@@ -12,23 +12,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.measure import Child, Peak, command
+from bench.measure import grown
 
 
 def main() -> None:
     """The command line."""
     for name in sys.argv[1:]:
-        source, child = Path(name), Child()
+        source = Path(name)
         target = source.with_name(f"{source.name}-converted")
-        wanted = {"format": "native", "world": 4}
-        with Peak(child.pid) as peak:
-            found = child.call(source=source, target=target, wanted=wanted, options={"sync": False})
-        child.close()
-        command("rm", "-rf", target)
+        peak, seconds = grown(source, target, {"format": "native", "world": 4})
         anon, mapped = peak.growth("RssAnon") / 1e6, peak.growth("RssFile") / 1e6
-        print(
-            f"{name}: anonymous +{anon:.1f} MB, mapped +{mapped:.1f} MB, {found['seconds']:.2f} s"
-        )
+        print(f"{name}: anonymous +{anon:.1f} MB, mapped +{mapped:.1f} MB, {seconds:.2f} s")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import bare, make, planning  # noqa: E402
-from bench.measure import Case, Child, Peak, command, interleaved, machine, settle, warm  # noqa: E402
+from bench.measure import Case, Child, command, grown, interleaved, machine, settle, warm  # noqa: E402
 
 MB = 1e6
 NATIVE = (("8to32", 8, 32), ("32to8", 32, 8), ("7to5", 7, 5))
@@ -27,10 +27,15 @@ NATIVE = (("8to32", 8, 32), ("32to8", 32, 8), ("7to5", 7, 5))
 
 def call(child: Child, source: Path, wanted: dict[str, Any], sync: bool, target: Path) -> float:
     """A library call in a process that has everything imported."""
-    suffix = ".safetensors" if wanted.get("format") == "safetensors" else ""
     options = {"sync": sync}
-    found = child.call(source=source, target=f"{target}{suffix}", wanted=wanted, options=options)
+    found = child.call(source=source, target=placed(target, wanted), wanted=wanted, options=options)
     return float(found["processor"])
+
+
+def placed(target: Path, wanted: dict[str, Any]) -> Path:
+    """Where a call writes: one file of safetensors has that suffix."""
+    single = wanted.get("format") == "safetensors"
+    return target.with_name(f"{target.name}.safetensors") if single else target
 
 
 def cli(words: list[str], target: Path) -> float:
@@ -91,9 +96,9 @@ class Bench:
         self._compare(name, source, cases)
         child.close()
 
-    def consolidate(self, name: str, *, optimizer: bool = False) -> None:
+    def consolidate(self, name: str, given: str, *, optimizer: bool = False) -> None:
         """Consolidation of masters, or all tensors, against ``cp`` of the file that comes out."""
-        source, child = self.input(name.split()[0]), Child()
+        source, child = self.input(given), Child()
         wanted = {"format": "safetensors", "drop": ["*"], "optimizer": optimizer}
         done = self.folder / f"consolidated-{name.replace(' ', '-')}"
         if not done.with_suffix(".safetensors").exists():
@@ -166,12 +171,8 @@ class Bench:
             "stage3": ("stage3", {"format": "safetensors", "drop": ["*"]}),
         }
         for name, (source, wanted) in cases.items():
-            child = Child()
-            target = self.folder / "output"
-            with Peak(child.pid) as peak:
-                call(child, self.input(source), wanted, False, target)
-            child.close()
-            command("rm", "-rf", target, f"{target}.safetensors")
+            target = placed(self.folder / "output", wanted)
+            peak, _ = grown(self.input(source), target, wanted)
             anon, file = peak.growth("RssAnon"), peak.growth("RssFile")
             self.figures[f"memory {name}"] = {"RssAnon": anon, "RssFile": file}
             print(
@@ -189,10 +190,10 @@ class Bench:
         """All there are, by name."""
         return {
             **{name: partial(self.native, name, a, b) for name, a, b in NATIVE},
-            "stage2": partial(self.consolidate, "stage2"),
-            "stage3": partial(self.consolidate, "stage3"),
-            "dcp": partial(self.consolidate, "dcp"),
-            "dcp all": partial(self.consolidate, "dcp all", optimizer=True),
+            "stage2": partial(self.consolidate, "stage2", "stage2"),
+            "stage3": partial(self.consolidate, "stage3", "stage3"),
+            "dcp": partial(self.consolidate, "dcp", "dcp"),
+            "dcp all": partial(self.consolidate, "dcp all", "dcp", optimizer=True),
             "dcp to native": partial(self.dcp, "dcp to native"),
             "memory": self.memory,
             "planning": self.planning,

@@ -206,11 +206,7 @@ class Blobs:
     def _matches(self, blob: Blob, pattern: _Pattern) -> int | None:
         """The CRC-32 of a blob's payload if it is of that pattern."""
         payload = pattern.payload
-        begin, ahead = self._ahead.get(blob.file, (0, b""))
-        head = ahead[blob.offset - begin :][: len(pattern.head)] if begin <= blob.offset else b""
-        if len(head) < len(pattern.head):
-            head = self._pread(blob, blob.offset, len(pattern.head))
-        if head != pattern.head:
+        if self._first(blob, len(pattern.head)) != pattern.head:
             return None
         end = blob.offset + payload.begin + payload.nbytes
         rest = self._pread(blob, end, blob.offset + blob.length - end + _AHEAD)
@@ -222,6 +218,12 @@ class Blobs:
         if mark != b"PK\7\10" or packed != payload.nbytes or size != payload.nbytes:
             return None
         return int(crc)
+
+    def _first(self, blob: Blob, nbytes: int) -> bytes:
+        """The first bytes of a blob, which often were read already, behind the one before it."""
+        begin, ahead = self._ahead.get(blob.file, (0, b""))
+        found = ahead[blob.offset - begin :][:nbytes] if begin <= blob.offset else b""
+        return found if len(found) == nbytes else self._pread(blob, blob.offset, nbytes)
 
     def _pread(self, blob: Blob, offset: int, nbytes: int) -> bytes:
         try:

@@ -33,6 +33,8 @@ from reshard.stored import DTypeName, brief
 
 DATA = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
+_INTEGERS = frozenset((int,))
+
 _CHECKPOINT = "torch.distributed.checkpoint."
 _METADATA = _CHECKPOINT + "metadata."
 _INFO = _CHECKPOINT + "filesystem._StorageInfo"
@@ -347,13 +349,13 @@ class _Reading:
         return found
 
     def _shape(self, key: str, value: object) -> Shape:
-        if isinstance(value, tuple):
-            for size in value:  # a loop: there are millions of these
-                if type(size) is not int or size < 0:
-                    break
-            else:
-                return value
-        raise self._bad(f"gives {brief(key)} the shape {brief(value)}")
+        if (
+            not isinstance(value, tuple)
+            or not _INTEGERS.issuperset(map(type, value))
+            or min(value, default=0) < 0
+        ):
+            raise self._bad(f"gives {brief(key)} the shape {brief(value)}")
+        return value
 
     def _dtype(self, key: str, fields: Mapping[str, Any]) -> DType:
         properties = fields.get("properties")

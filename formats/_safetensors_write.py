@@ -21,7 +21,7 @@ from reshard.errors import RequestError
 from reshard.format import AS_WRITTEN, Draft, Loss, Request
 from reshard.formats import _safetensors_header as headers
 from reshard.formats import _safetensors_index as indexes
-from reshard.formats._safetensors_choose import OBJECTS, Item, choose, losses, notes_of
+from reshard.formats._safetensors_choose import FRAMEWORK, OBJECTS, Item, choose, losses, notes_of
 from reshard.formats._safetensors_header import SUFFIX, Slot
 from reshard.formats._safetensors_index import MODEL
 from reshard.formats._safetensors_json import is_text
@@ -158,7 +158,7 @@ def _files(
         aliases = _aliases(source, shard, everywhere)
         notes = notes_of(shard, aliases)
         # an alias stands in the text as safetensors.torch.save_model notes it
-        metadata = {**aliases, "format": "pt", **text, **notes.encode()}
+        metadata = {**aliases, FRAMEWORK: "pt", **text, **notes.encode()}
         ordered = dict(sorted(metadata.items()))
         file = OutFile(path, inside, _slots(inside), ordered)
         _refuse_long(file)

@@ -301,10 +301,11 @@ class _Reading:
         for state, placed in self._placed.items():
             self.builder.add_placed(state, state, placed)
         free = self._text()
-        own = {key: value for key, value in free.items() if key != FRAMEWORK}
-        for name, some in ((OBJECTS, own), (OBJECTS + AS_WRITTEN, free.keys() - own.keys())):
-            if some:
-                self.builder.objects[name] = {"metadata": {key: free[key] for key in some}}
+        framework = free.pop(FRAMEWORK, None)
+        if free:
+            self.builder.objects[OBJECTS] = {"metadata": free}
+        if framework is not None:
+            self.builder.objects[OBJECTS + AS_WRITTEN] = {"metadata": {FRAMEWORK: framework}}
         return replace(self.builder.build({"shard": 1}, None), digests=self._digests)
 
     def _is_adapter(self) -> bool:

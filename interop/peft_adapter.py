@@ -12,18 +12,15 @@ It runs where peft, transformers and torch are installed; see README.md.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers_load import arguments, logits
 
 CONFIG = LlamaConfig(
     num_hidden_layers=2, hidden_size=48, intermediate_size=100, num_attention_heads=4,
@@ -51,21 +48,9 @@ def trained() -> PeftModel:
     return model.eval()
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    """What it says of some tokens."""
-    with torch.no_grad():
-        found: torch.Tensor = model(input_ids=torch.arange(20).reshape(2, 10)).logits
-    return found
-
-
 def main() -> int:
     """Run both cases; the exit code is 0 if they end as they must."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--zreshard", default="zreshard", help="the command")
-    parser.add_argument("--work", type=Path, help="keep the files here")
-    given = parser.parse_args()
-    command = shlex.split(given.zreshard)
-    work = given.work or Path(tempfile.mkdtemp())
+    command, work = arguments(__doc__)
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         line = [*command, *map(str, words), "--quiet"]

@@ -48,10 +48,11 @@ def trained(config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     return model.eval(), optimizer.state_dict()
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
+def logits(model: torch.nn.Module) -> torch.Tensor:
     """What it says of some tokens."""
     with torch.no_grad():
-        return model(input_ids=torch.arange(20).reshape(2, 10)).logits
+        found: torch.Tensor = model(input_ids=torch.arange(20).reshape(2, 10)).logits
+    return found
 
 
 def differences(model: PreTrainedModel, folder: Path) -> list[str]:
@@ -67,14 +68,18 @@ def differences(model: PreTrainedModel, folder: Path) -> list[str]:
     return found
 
 
-def main() -> int:
-    """Run all cases; the exit code is 0 if all are the same."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(text: str | None) -> tuple[list[str], Path]:
+    """The words of the command line: how zreshard is called, and where files are made."""
+    parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--zreshard", default="zreshard", help="the command")
     parser.add_argument("--work", type=Path, help="keep the files here")
     given = parser.parse_args()
-    command = shlex.split(given.zreshard)
-    work = given.work or Path(tempfile.mkdtemp())
+    return shlex.split(given.zreshard), given.work or Path(tempfile.mkdtemp())
+
+
+def main() -> int:
+    """Run all cases; the exit code is 0 if all are the same."""
+    command, work = arguments(__doc__)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

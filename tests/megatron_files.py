@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from numpy.typing import NDArray
 
 GPT = (
@@ -19,10 +22,25 @@ GPT = (
 )
 RAW = ("raw_tp2dp2_v08_zarr_flat", "raw_tp2dp2_v012_flat", "raw_tp2dp2_v019")
 
+VARIABLE = "ZRESHARD_MEGATRON_PYTHON"
+"""Names a Python that has Megatron-Core."""
+
+needed = pytest.mark.skipif(
+    VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python with it"
+)
+
+_INTEROP = Path(__file__).resolve().parent.parent / "interop"
 _NAMES = {  # the module's name in a model without Transformer Engine, and the checkpoint's
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
+
+
+def run(script: str, *arguments: Path) -> None:
+    """Run a script of ``interop/`` in the Python that has Megatron-Core; it must succeed."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [os.environ[VARIABLE], str(_INTEROP / script), *map(str, arguments)]
+    subprocess.run(command, check=True, env=environment, timeout=300)
 
 
 def ckpt(fixtures: Path, name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -24,8 +23,6 @@ pytest.importorskip("torch")
 
 FAST = Options(sync=False)
 ALL = (*megatron.GPT, *megatron.RAW)
-VARIABLE = "ZRESHARD_MEGATRON_PYTHON"
-INTEROP = Path(__file__).parent.parent / "interop" / "megatron_save.py"
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -39,11 +36,9 @@ def test_reads_equal_to_the_truth(fixtures_dir: Path, tmp_path: Path, name: str)
     assert count == len(checkpoint.manifest.tensors), "something is there that isn't in the truth"
 
 
-@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python with it")
+@megatron.needed
 def test_what_the_installed_version_writes(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    command = [os.environ[VARIABLE], str(INTEROP), str(tmp_path)]
-    subprocess.run(command, check=True, env=environment, timeout=300)
+    megatron.run("megatron_save.py", tmp_path)
     checkpoint = reshard.open(tmp_path / "ckpt")
     assert checkpoint.manifest.format == "megatron"
     truth = np.load(tmp_path / "truth.npz")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,6 @@ from tests import megatron_files as megatron
 pytest.importorskip("torch")
 
 FAST = Options(sync=False)
-VARIABLE = "ZRESHARD_MEGATRON_PYTHON"
-"""Names a Python that has Megatron-Core."""
-
-INTEROP = Path(__file__).resolve().parent.parent / "interop" / "megatron_load.py"
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -105,7 +99,7 @@ def test_what_is_lost_is_listed(golden_dir: Path, tmp_path: Path) -> None:
 # -- Megatron-Core --------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python with it")
+@megatron.needed
 @pytest.mark.parametrize("name", [*megatron.GPT, *megatron.RAW])
 def test_megatron_core_loads_it(fixtures_dir: Path, tmp_path: Path, name: str) -> None:
     source = megatron.ckpt(fixtures_dir, name)
@@ -113,13 +107,7 @@ def test_megatron_core_loads_it(fixtures_dir: Path, tmp_path: Path, name: str) -
     convert(source, target, Wanted(world=3, format="megatron"), FAST)
     truth: dict[str, Any] = whole_keys(fixtures_dir / "megatron" / name)
     np.savez(tmp_path / "truth.npz", **truth)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    subprocess.run(
-        [os.environ[VARIABLE], str(INTEROP), str(target), str(tmp_path / "truth.npz")],
-        check=True,
-        env=environment,
-        timeout=300,
-    )
+    megatron.run("megatron_load.py", target, tmp_path / "truth.npz")
 
 
 def whole_keys(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
